@@ -1,0 +1,171 @@
+// The Python module hybridgen._C. The only file that knows pybind11.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <set>
+#include <stdexcept>
+#include <tuple>
+
+#include "dispatch.h"
+#include "scan_worker.h"
+
+namespace py = pybind11;
+using hybridgen::KeyType;
+using hybridgen::ScanRequest;
+using hybridgen::ScanWorker;
+
+namespace {
+
+// Closed before the interpreter goes: their threads read memory that belongs to Python. Guarded by the GIL. Leaked, so
+// that no static destructor runs under a worker that Python never collected.
+std::set<ScanWorker*>& live_workers() {
+  static auto* workers = new std::set<ScanWorker*>;
+  return *workers;
+}
+
+struct CloseAndDelete {
+  void operator()(ScanWorker* worker) const {
+    live_workers().erase(worker);
+    py::gil_scoped_release release;
+    worker->close();
+    if (worker->may_be_deleted()) delete worker;
+  }
+};
+using WorkerHolder = std::unique_ptr<ScanWorker, CloseAndDelete>;
+
+void close_all() {
+  const std::set<ScanWorker*> workers = live_workers();
+  py::gil_scoped_release release;
+  for (ScanWorker* worker : workers) worker->close();
+}
+
+KeyType key_type_of(const std::string& name) {
+  if (name == "float32") return KeyType::Float32;
+  if (name == "float16") return KeyType::Float16;
+  if (name == "bfloat16") return KeyType::BFloat16;
+  throw std::invalid_argument("key_type='" + name + "': must be one of float32, float16, bfloat16");
+}
+
+WorkerHolder make_worker(int threads, const std::vector<int>& cores, const std::string& isa) {
+  WorkerHolder worker(new ScanWorker(threads, cores, isa));
+  live_workers().insert(worker.get());
+  return worker;
+}
+
+std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t keys, std::uintptr_t out,
+                    const std::string& key_type, std::int64_t num_heads, std::int64_t num_kv_heads,
+                    std::int64_t head_dim, std::vector<std::int64_t> lengths,
+                    std::tuple<std::int64_t, std::int64_t, std::int64_t> key_strides,
+                    std::tuple<std::int64_t, std::int64_t> out_strides, float scale, bool hold) {
+  ScanRequest request;
+  request.query = reinterpret_cast<const float*>(query);
+  request.keys = reinterpret_cast<const void*>(keys);
+  request.out = reinterpret_cast<float*>(out);
+  request.key_type = key_type_of(key_type);
+  request.num_heads = num_heads;
+  request.num_kv_heads = num_kv_heads;
+  request.head_dim = head_dim;
+  request.lengths = std::move(lengths);
+  std::tie(request.key_batch_stride, request.key_head_stride, request.key_token_stride) = key_strides;
+  std::tie(request.out_batch_stride, request.out_head_stride) = out_strides;
+  request.scale = scale;
+  return worker.submit(std::move(request), hold);
+}
+
+double seconds(ScanWorker::Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+std::pair<double, double> wait(ScanWorker& worker, ScanWorker::JobId job, bool help) {
+  for (;;) {
+    {
+      py::gil_scoped_release release;
+      if (const auto span = worker.wait(job, help, std::chrono::milliseconds(100))) {
+        return {seconds(span->start), seconds(span->end)};
+      }
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a held job never starts
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "hybridgen's CPU kernels: q . K over keys in host memory, on an own pool of threads. Addresses are integers.";
+
+  m.def("isa_variants", [] {
+    std::vector<std::string> names;
+    for (const auto* isa : hybridgen::usable_isas()) names.emplace_back(isa->name);
+    return names;
+  }, "Names of the kernel variants that this CPU and OS run, best first; the last is 'scalar'.");
+
+  m.def("selected_isa", [] { return std::string(hybridgen::select_isa().name); },
+        "The variant that a new ScanWorker uses: the one that the environment variable HYBRIDGEN_CPU_ISA names,\n"
+        "else the best. ValueError if it names one that is unknown or cannot run here.");
+
+  py::class_<ScanWorker, WorkerHolder>(m, "ScanWorker", R"(Threads that compute attention logits from keys in host memory.
+
+    logits[b, h, j] = scale * q[b, h, :] . K[b, h // (num_heads // num_kv_heads), j, :]    for j < lengths[b]
+
+threads: size of the pool; with 0 a job is scanned by the thread that waits for it.
+cores: thread i runs on cores[i % len(cores)] only; empty: wherever the creating thread may.
+isa: kernel variant, for tests; empty: selected_isa().
+ValueError: threads < 0, a core that this process may not use, an unknown isa.
+
+Methods may be called from any thread. A worker does not survive a fork: in the child its methods raise RuntimeError
+and close() does nothing. It is closed when it is collected and at interpreter exit.)")
+      .def(py::init(&make_worker), py::arg("threads"), py::arg("cores") = std::vector<int>{}, py::arg("isa") = "")
+      .def("submit", &submit, py::arg("query"), py::arg("keys"), py::arg("out"), py::arg("key_type"),
+           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("lengths"),
+           py::arg("key_strides"), py::arg("out_strides"), py::arg("scale"), py::arg("hold") = false,
+           R"(Queues a scan and returns its job id; does not block.
+
+query: address of fp32 [batch, num_heads, head_dim], contiguous; read while the job runs.
+keys: address of [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1.
+out: address of fp32 [batch, num_heads, tokens], token stride 1; only out[b, :, :lengths[b]] is written.
+key_type: 'float32', 'float16' or 'bfloat16'; products and sums are fp32.
+head_dim: a multiple of 8. num_heads: a multiple of num_kv_heads.
+lengths: tokens to scan, one for each sequence (their number is the batch size).
+key_strides: (batch, head, token), out_strides: (batch, head), both in elements.
+hold: the job starts when start(), or the function of start_call(), is called for it.
+
+Jobs are scanned in the order in which they start. The memory must stay alive and unchanged until wait() has returned.
+ValueError: names the argument, its value and what is allowed. RuntimeError: closed.)")
+      .def("start", &ScanWorker::start, py::arg("job"),
+           "Starts a held job. ValueError: unknown, not held, or started already. RuntimeError: closed.")
+      .def("start_call", [](ScanWorker& worker, ScanWorker::JobId job) {
+             const auto call = worker.start_call(job);
+             return std::make_pair(reinterpret_cast<std::uintptr_t>(call.function),
+                                   reinterpret_cast<std::uintptr_t>(call.data));
+           }, py::arg("job"),
+           R"((function, data): addresses of a C function `void function(void *)` and of its argument.
+
+One call, from any thread, starts the held job. It takes a lock for nanoseconds, wakes at most one pool thread and never
+touches Python, as CUDA's cuLaunchHostFunc asks. A call after the wait, after close() or a second one does nothing.
+ValueError: unknown job, not held, or its start call was asked for before. RuntimeError: closed.)")
+      .def("done", &ScanWorker::done, py::arg("job"),
+           "Whether the job's logits are all written. ValueError: unknown or already waited for.\n"
+           "RuntimeError: closed before the job was done.")
+      .def("wait", &wait, py::arg("job"), py::arg("help") = true,
+           R"(Blocks, with the GIL released, until the job is done; returns (start_s, end_s) of its scan.
+
+The times are seconds on time.perf_counter's clock: when the first chunk began and when the last one ended. With help the
+calling thread scans chunks of this job, too (always if threads is 0). Waits for a held job until it is started.
+ValueError: unknown or already waited for. RuntimeError: the worker was closed before the job was done.)")
+      .def("close", &ScanWorker::close, py::call_guard<py::gil_scoped_release>(),
+           "Ends the threads after the chunks that they are in. Jobs that are not done are abandoned, and whoever waits\n"
+           "for one gets a RuntimeError. After it returns no buffer is touched any more. May be repeated.")
+      .def_property_readonly("threads", &ScanWorker::threads, "Size of the pool.")
+      .def_property_readonly("isa", [](const ScanWorker& worker) { return std::string(worker.isa().name); },
+                             "Name of the kernel variant that this worker runs.")
+      .def_property_readonly("jobs_by_isa", [](const ScanWorker& worker) {
+             py::dict counts;
+             for (const auto* isa : hybridgen::usable_isas()) {
+               counts[isa->name] = isa == &worker.isa() ? worker.jobs_done() : 0;
+             }
+             return counts;
+           }, "Finished jobs for each variant of isa_variants().");
+
+  py::module_::import("atexit").attr("register")(py::cpp_function(close_all));
+}

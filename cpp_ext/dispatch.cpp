@@ -1,0 +1,41 @@
+#include "dispatch.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace hybridgen {
+namespace {
+
+// The dispatch list, best first: a new ISA is a file in kernels/ and a line here.
+const IsaKernels* const kKnown[] = {
+#if defined(__x86_64__)
+    &kAvx512,
+#endif
+    &kScalar,
+};
+
+}  // namespace
+
+std::vector<const IsaKernels*> usable_isas() {
+  std::vector<const IsaKernels*> usable;
+  for (const IsaKernels* isa : kKnown) {
+    if (isa->usable()) usable.push_back(isa);
+  }
+  return usable;
+}
+
+const IsaKernels& select_isa(const std::string& name) {
+  const char* variable = std::getenv("HYBRIDGEN_CPU_ISA");
+  const std::string wanted = !name.empty() ? name : variable ? variable : "";
+  const auto usable = usable_isas();
+  if (wanted.empty()) return *usable.front();
+  std::string choices;
+  for (const IsaKernels* isa : usable) {
+    if (wanted == isa->name) return *isa;
+    choices += (choices.empty() ? "" : ", ") + std::string(isa->name);
+  }
+  throw std::invalid_argument((name.empty() ? "HYBRIDGEN_CPU_ISA='" : "isa='") + wanted +
+                              "' is unknown or cannot run on this CPU; available: " + choices);
+}
+
+}  // namespace hybridgen

@@ -1,0 +1,424 @@
+#include "scan_worker.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "dispatch.h"
+
+namespace hybridgen {
+namespace {
+
+constexpr int kSlotBits = 24;  // a job id is a serial number and, below it, the slot
+constexpr std::int64_t kRowStep = 16;  // chunks begin at multiples of it: 64 bytes of out, so lines have one writer
+constexpr std::int64_t kMinChunkBytes = 16 << 10;
+constexpr std::int64_t kMaxChunkBytes = 128 << 10;  // 10 to 20 us of one thread
+constexpr std::int64_t kChunksPerThread = 16;
+constexpr auto kSpin = std::chrono::microseconds(5);
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Waits for a moment, without parking, until `ready()`.
+template <class Ready>
+void spin(Ready ready) {
+  const auto until = ScanWorker::Clock::now() + kSpin;
+  while (!ready() && ScanWorker::Clock::now() < until) {
+    for (int i = 0; i < 8; ++i) pause();
+  }
+}
+
+std::int64_t element_bytes(KeyType type) { return type == KeyType::Float32 ? 4 : 2; }
+
+void require(bool good, const std::string& argument, std::int64_t value, const std::string& allowed) {
+  if (!good) throw std::invalid_argument(argument + "=" + std::to_string(value) + ": must be " + allowed);
+}
+
+// Everything that can be known without touching the memory.
+void check(const ScanRequest& r) {
+  require(r.num_kv_heads > 0, "num_kv_heads", r.num_kv_heads, "positive");
+  require(r.num_heads > 0 && r.num_heads % r.num_kv_heads == 0, "num_heads", r.num_heads,
+          "a positive multiple of num_kv_heads=" + std::to_string(r.num_kv_heads));
+  require(r.head_dim > 0 && r.head_dim % 8 == 0, "head_dim", r.head_dim, "a positive multiple of 8");
+  require(!r.lengths.empty(), "len(lengths)", 0, "at least 1 (one length for each sequence)");
+  std::int64_t longest = 0;
+  for (std::size_t b = 0; b < r.lengths.size(); ++b) {
+    require(r.lengths[b] >= 0, "lengths[" + std::to_string(b) + "]", r.lengths[b], "0 or more");
+    longest = std::max(longest, r.lengths[b]);
+  }
+  if (!std::isfinite(r.scale)) throw std::invalid_argument("scale=" + std::to_string(r.scale) + ": must be finite");
+
+  const auto pointer = [&](const char* name, const void* p, std::int64_t alignment, bool needed) {
+    const auto value = reinterpret_cast<std::uintptr_t>(p);
+    const std::string allowed = "a non-null address, a multiple of " + std::to_string(alignment);
+    require((p || !needed) && value % static_cast<std::uintptr_t>(alignment) == 0, name,
+            static_cast<std::int64_t>(value), allowed);
+  };
+  pointer("query", r.query, 4, true);
+  pointer("keys", r.keys, element_bytes(r.key_type), longest > 0);  // an empty tensor's address is null
+  pointer("out", r.out, 4, longest > 0);
+
+  // The stride of a dimension of size 1 means nothing. Sequences or heads may share keys (stride 0), never logits.
+  const bool batched = r.lengths.size() > 1;
+  const std::string apart = "at least the longest length, " + std::to_string(longest);
+  require(!batched || r.key_batch_stride >= 0, "key_strides[0] (batch)", r.key_batch_stride, "0 or more");
+  require(r.num_kv_heads == 1 || r.key_head_stride >= 0, "key_strides[1] (head)", r.key_head_stride, "0 or more");
+  require(longest < 2 || r.key_token_stride >= r.head_dim, "key_strides[2] (token)", r.key_token_stride,
+          "at least head_dim=" + std::to_string(r.head_dim));
+  require(!batched || r.out_batch_stride >= longest, "out_strides[0] (batch)", r.out_batch_stride, apart);
+  require(r.num_heads == 1 || r.out_head_stride >= longest, "out_strides[1] (head)", r.out_head_stride, apart);
+}
+
+}  // namespace
+
+struct ScanWorker::Job {
+  ScanWorker* worker = nullptr;
+  std::int64_t slot = 0;
+
+  // Written under the mutex before the job is ready, read freely by the threads that work on it.
+  ScanRequest request;
+  std::int64_t chunk_rows = 0;
+  std::vector<std::int64_t> first_chunk;  // [batch + 1]: where each sequence's chunks begin
+  std::int64_t chunks = 0;
+
+  // Under the mutex.
+  JobId id = -1;
+  Job* next_ready = nullptr;
+  bool linked = false;        // in the list of ready jobs
+  bool waited_for = false;    // somebody is in wait()
+  bool call_pending = false;  // a start call is out
+  int workers = 0;            // inside work_on
+  Span span{};
+
+  std::atomic<State> state{State::Free};  // changed under the mutex
+  alignas(64) std::atomic<std::int64_t> next_chunk{0};
+
+  bool exhausted() const { return next_chunk.load(std::memory_order_relaxed) >= chunks; }
+};
+
+ScanWorker::ScanWorker(int threads, const std::vector<int>& cores, const std::string& isa)
+    : isa_(select_isa(isa)), num_threads_(threads), process_(getpid()) {
+  require(threads >= 0 && threads <= 1024, "threads", threads, "between 0 and 1024");
+  // Signals belong to Python's threads; ours inherit this mask.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (int i = 0; i < threads; ++i) {
+      threads_.emplace_back(&ScanWorker::thread_loop, this);
+#if defined(__linux__)
+      pthread_setname_np(threads_.back().native_handle(), ("scan-" + std::to_string(i)).c_str());
+      if (!cores.empty()) {
+        const std::size_t k = static_cast<std::size_t>(i) % cores.size();
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        if (cores[k] >= 0 && cores[k] < CPU_SETSIZE) CPU_SET(cores[k], &set);
+        require(pthread_setaffinity_np(threads_.back().native_handle(), sizeof set, &set) == 0,
+                "cores[" + std::to_string(k) + "]", cores[k], "a core that this process may run on");
+      }
+#endif
+    }
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    close();
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+ScanWorker::~ScanWorker() { close(); }
+
+void ScanWorker::check_process() const {
+  if (getpid() != process_) {
+    throw std::runtime_error("this ScanWorker belongs to process " + std::to_string(process_) +
+                             "; its threads do not survive a fork: create one in the child");
+  }
+}
+
+// ---- Slots ----------------------------------------------------------------------------------------------------------
+
+ScanWorker::Job& ScanWorker::find(JobId id) {
+  const auto slot = static_cast<std::size_t>(id & ((std::int64_t{1} << kSlotBits) - 1));
+  if (id < 0 || slot >= slots_.size() || slots_[slot]->id != id) {
+    throw std::invalid_argument("job=" + std::to_string(id) + ": unknown, or already waited for");
+  }
+  return *slots_[slot];
+}
+
+ScanWorker::Job& ScanWorker::new_slot() {
+  if (free_.empty()) {
+    if (slots_.size() >> kSlotBits) throw std::runtime_error("too many jobs that nobody has waited for");
+    slots_.push_back(std::make_unique<Job>());
+    slots_.back()->worker = this;
+    slots_.back()->slot = static_cast<std::int64_t>(slots_.size()) - 1;
+    free_.push_back(slots_.back().get());
+  }
+  Job& job = *free_.back();
+  free_.pop_back();
+  return job;
+}
+
+void ScanWorker::release(Job& job) {
+  job.id = -1;
+  job.state = State::Free;
+  if (!job.call_pending) free_.push_back(&job);  // else the late call must still find a job that is not startable
+}
+
+// ---- A job's way ----------------------------------------------------------------------------------------------------
+
+// Chunks small enough that all threads end together, large enough that taking one costs nothing.
+void ScanWorker::cut(Job& job) const {
+  const ScanRequest& r = job.request;
+  const std::int64_t row_bytes = r.head_dim * element_bytes(r.key_type);
+  std::int64_t tokens = 0;
+  for (std::int64_t length : r.lengths) tokens += length;
+  const std::int64_t share = tokens * r.num_kv_heads * row_bytes / (kChunksPerThread * (num_threads_ + 1));
+  const std::int64_t bytes = std::clamp(share, kMinChunkBytes, kMaxChunkBytes);
+  job.chunk_rows = std::max<std::int64_t>(1, bytes / row_bytes / kRowStep) * kRowStep;
+  job.first_chunk.assign(1, 0);
+  for (std::int64_t length : r.lengths) {
+    const std::int64_t blocks = (length + job.chunk_rows - 1) / job.chunk_rows;
+    job.first_chunk.push_back(job.first_chunk.back() + blocks * r.num_kv_heads);
+  }
+  job.chunks = job.first_chunk.back();
+}
+
+ScanWorker::JobId ScanWorker::submit(ScanRequest request, bool hold) {
+  check_process();
+  check(request);
+  Lock lock(mutex_);
+  if (closing_) throw std::runtime_error("this ScanWorker is closed");
+  Job& job = new_slot();
+  job.request = std::move(request);
+  cut(job);
+  job.id = (++last_serial_ << kSlotBits) | job.slot;
+  job.waited_for = false;
+  job.span = {};
+  job.next_chunk = 0;
+  job.state = State::Held;
+  const JobId id = job.id;
+  if (!hold) make_ready(job);
+  lock.unlock();
+  if (!hold) work_cv_.notify_one();
+  return id;
+}
+
+void ScanWorker::start(JobId id) {
+  check_process();
+  Lock lock(mutex_);
+  Job& job = find(id);
+  if (closing_) throw std::runtime_error("this ScanWorker is closed");
+  if (job.state != State::Held) {
+    throw std::invalid_argument("job=" + std::to_string(id) + ": must be a held job that was not started yet");
+  }
+  make_ready(job);
+  lock.unlock();
+  work_cv_.notify_one();
+}
+
+ScanWorker::StartCall ScanWorker::start_call(JobId id) {
+  check_process();
+  Lock lock(mutex_);
+  Job& job = find(id);
+  if (closing_) throw std::runtime_error("this ScanWorker is closed");
+  if (job.state != State::Held || job.call_pending) {
+    throw std::invalid_argument("job=" + std::to_string(id) + ": must be a held job without a start call yet");
+  }
+  job.call_pending = true;
+  ++pending_calls_;
+  const auto call = [](void* data) {
+    Job& started = *static_cast<Job*>(data);
+    started.worker->start_from_call(started);
+  };
+  return {call, &job};
+}
+
+void ScanWorker::start_from_call(Job& job) {
+  Lock lock(mutex_);
+  if (!job.call_pending) return;
+  job.call_pending = false;
+  --pending_calls_;
+  if (job.state == State::Free) free_.push_back(&job);  // started otherwise and waited for meanwhile
+  if (job.state != State::Held || closing_) return;
+  make_ready(job);
+  // Notified with the mutex held: once it is free, nothing keeps the worker from being closed and deleted.
+  work_cv_.notify_one();
+}
+
+// The mutex is held; the caller then notifies one thread, and threads that find work wake others (work_on): a CUDA
+// callback pays for one wake-up, not for fifteen.
+void ScanWorker::make_ready(Job& job) {
+  job.state = State::Ready;
+  if (job.chunks == 0) {
+    job.span.start = job.span.end = Clock::now();
+    finish(job);
+    return;
+  }
+  job.next_ready = nullptr;
+  job.linked = true;
+  (ready_last_ ? ready_last_->next_ready : ready_first_) = &job;
+  ready_last_ = &job;
+  ++started_;
+  wait_cv_.notify_all();  // its waiter may want to help
+}
+
+ScanWorker::Job* ScanWorker::first_ready() const {
+  Job* job = ready_first_;
+  while (job && job->exhausted()) job = job->next_ready;
+  return job;
+}
+
+void ScanWorker::unlink(Job& job) {
+  if (!job.linked) return;
+  job.linked = false;
+  Job* previous = nullptr;
+  for (Job* j = ready_first_; j != &job; j = j->next_ready) previous = j;
+  (previous ? previous->next_ready : ready_first_) = job.next_ready;
+  if (ready_last_ == &job) ready_last_ = previous;
+}
+
+// Takes chunks until there are none left. The mutex is held on entry and on return.
+void ScanWorker::work_on(Job& job, Lock& lock) {
+  ++active_;
+  if (job.workers++ == 0 && job.span.start == Clock::time_point{}) job.span.start = Clock::now();
+  const bool more = job.chunks - job.next_chunk > 1;
+  lock.unlock();
+  for (int i = 0; more && i < 2; ++i) work_cv_.notify_one();
+
+  while (!closing_.load(std::memory_order_relaxed)) {
+    const std::int64_t chunk = job.next_chunk.fetch_add(1, std::memory_order_relaxed);
+    if (chunk >= job.chunks) break;
+    scan_chunk(job, chunk);
+  }
+
+  const auto end = Clock::now();
+  lock.lock();
+  job.span.end = std::max(job.span.end, end);
+  --active_;
+  --job.workers;
+  if (job.exhausted()) {  // else closing: abandoned
+    unlink(job);
+    if (job.workers == 0) finish(job);  // whoever took a chunk has scanned it before leaving
+  }
+  if (closing_) wait_cv_.notify_all();
+}
+
+void ScanWorker::finish(Job& job) {
+  ++jobs_done_;
+  job.state = State::Done;
+  wait_cv_.notify_all();
+}
+
+void ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
+  const ScanRequest& r = job.request;
+  const auto after = std::upper_bound(job.first_chunk.begin(), job.first_chunk.end(), chunk);
+  const std::int64_t b = after - job.first_chunk.begin() - 1;
+  const std::int64_t length = r.lengths[static_cast<std::size_t>(b)];
+  const std::int64_t blocks = (length + job.chunk_rows - 1) / job.chunk_rows;
+  const std::int64_t head = (chunk - *(after - 1)) / blocks;
+  const std::int64_t token = (chunk - *(after - 1)) % blocks * job.chunk_rows;
+
+  ScanBlock block{};
+  block.group = r.num_heads / r.num_kv_heads;
+  block.head_dim = r.head_dim;
+  block.rows = std::min(job.chunk_rows, length - token);
+  block.key_stride = r.key_token_stride;
+  block.out_stride = r.out_head_stride;
+  block.scale = r.scale;
+  block.query = r.query + (b * r.num_heads + head * block.group) * r.head_dim;
+  block.out = r.out + b * r.out_batch_stride + head * block.group * r.out_head_stride + token;
+  block.keys = static_cast<const char*>(r.keys) +
+               (b * r.key_batch_stride + head * r.key_head_stride + token * r.key_token_stride) *
+                   element_bytes(r.key_type);
+  isa_.scan[static_cast<int>(r.key_type)](block);
+}
+
+void ScanWorker::thread_loop() {
+  Lock lock(mutex_);
+  while (!closing_) {
+    if (Job* job = first_ready()) {
+      work_on(*job, lock);
+      continue;
+    }
+    const std::uint64_t seen = started_;
+    lock.unlock();
+    spin([&] { return started_ != seen || closing_; });
+    lock.lock();
+    work_cv_.wait(lock, [&] { return closing_ || first_ready(); });
+  }
+}
+
+bool ScanWorker::done(JobId id) {
+  check_process();
+  Lock lock(mutex_);
+  const Job& job = find(id);
+  if (job.state == State::Done) return true;
+  if (closing_) throw std::runtime_error("this ScanWorker was closed before job " + std::to_string(id) + " was done");
+  return false;
+}
+
+std::optional<ScanWorker::Span> ScanWorker::wait(JobId id, bool help, Clock::duration timeout) {
+  check_process();
+  Lock lock(mutex_);
+  Job& job = find(id);
+  if (job.waited_for) throw std::invalid_argument("job=" + std::to_string(id) + ": another thread waits for it");
+  job.waited_for = true;
+
+  // By the wall clock, because ThreadSanitizer of GCC 12 does not know the steady clock's wait. Callers only poll.
+  const auto until = std::chrono::system_clock::now() + timeout;
+  help = help || num_threads_ == 0;
+  if (help) {
+    wait_cv_.wait_until(lock, until, [&] { return closing_ || job.state != State::Held; });
+    if (!closing_ && job.state == State::Ready && !job.exhausted()) work_on(job, lock);
+  }
+  if (job.state == State::Ready && !closing_) {  // the others are in their last chunks
+    lock.unlock();
+    spin([&] { return job.state == State::Done || closing_; });
+    lock.lock();
+  }
+  wait_cv_.wait_until(lock, until, [&] { return closing_ || job.state == State::Done; });
+
+  job.waited_for = false;
+  if (job.state == State::Done) {
+    const Span span = job.span;
+    release(job);
+    return span;
+  }
+  if (closing_) throw std::runtime_error("this ScanWorker was closed before job " + std::to_string(id) + " was done");
+  return std::nullopt;
+}
+
+// ---- The end --------------------------------------------------------------------------------------------------------
+
+void ScanWorker::close() {
+  if (getpid() != process_) return;
+  {
+    Lock lock(mutex_);
+    closing_ = true;
+    work_cv_.notify_all();
+    wait_cv_.notify_all();
+  }
+  {
+    Lock lock(join_mutex_);  // of two closers, the second waits for the first
+    for (std::thread& thread : threads_) {
+      if (thread.joinable()) thread.join();
+    }
+  }
+  Lock lock(mutex_);
+  wait_cv_.wait(lock, [&] { return active_ == 0; });  // helpers
+}
+
+bool ScanWorker::may_be_deleted() {
+  if (getpid() != process_) return false;
+  Lock lock(mutex_);
+  return pending_calls_ == 0;
+}
+
+}  // namespace hybridgen

@@ -1,0 +1,125 @@
+// A pool of threads that scans keys beside whatever else the process does.
+//
+// Not OpenMP: torch's own pool must not be shared, and a parked thread must cost nothing. A job (all sequences and
+// heads of one layer) is cut into chunks of one KV head's consecutive tokens, which threads take from an atomic counter,
+// so no thread ends much later than another. The mutex guards everything else and is held for nanoseconds.
+//
+// Life of a job: submit -> [held -> start] -> ready -> done -> wait (which frees its slot). Ready jobs are scanned in the
+// order in which they were started; a thread that finds no chunk left in one goes on to the next.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/scan.h"
+
+namespace hybridgen {
+
+// Pointers to memory that stays alive and in place until the job has been waited for. Strides in elements.
+//   query  [batch, num_heads, head_dim]           fp32, contiguous; read when the job runs, not when it is submitted
+//   keys   [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1
+//   out    [batch, num_heads, tokens]             fp32, token stride 1; only out[b, :, :lengths[b]] is written
+struct ScanRequest {
+  const float* query = nullptr;
+  const void* keys = nullptr;
+  float* out = nullptr;
+  KeyType key_type = KeyType::Float32;
+  std::int64_t num_heads = 0;
+  std::int64_t num_kv_heads = 0;
+  std::int64_t head_dim = 0;
+  std::vector<std::int64_t> lengths;  // tokens to scan, for each sequence
+  std::int64_t key_batch_stride = 0, key_head_stride = 0, key_token_stride = 0;
+  std::int64_t out_batch_stride = 0, out_head_stride = 0;
+  float scale = 1.0f;
+};
+
+class ScanWorker {
+ public:
+  using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.perf_counter
+  using JobId = std::int64_t;
+  struct Span {
+    Clock::time_point start, end;  // of the first and the last chunk
+  };
+  struct StartCall {
+    void (*function)(void*);
+    void* data;
+  };
+
+  // threads >= 0 (0: whoever waits does the work); thread i runs on cores[i % size] only, or anywhere if empty.
+  ScanWorker(int threads, const std::vector<int>& cores, const std::string& isa);
+  ~ScanWorker();
+  ScanWorker(const ScanWorker&) = delete;
+  ScanWorker& operator=(const ScanWorker&) = delete;
+
+  // std::invalid_argument: a bad request, an unknown job. std::runtime_error: closed, or in the child of a fork.
+  JobId submit(ScanRequest request, bool hold);
+  void start(JobId id);
+  // A plain function for a thread that must not know Python, for example CUDA's callback thread. Calling it later than
+  // the wait, after close() or a second time is harmless.
+  StartCall start_call(JobId id);
+  bool done(JobId id);
+  // Empty after `timeout`; then the job can be waited for again.
+  std::optional<Span> wait(JobId id, bool help, Clock::duration timeout);
+
+  // Threads stop after the chunk that they are in; waiters get a runtime_error; no buffer is touched after it returns.
+  void close();
+
+  // False while a start call is out, or in the child of a fork, where the threads do not exist and the mutex may be
+  // locked for ever: then the memory has to be left alone.
+  bool may_be_deleted();
+
+  int threads() const { return num_threads_; }
+  const IsaKernels& isa() const { return isa_; }
+  std::int64_t jobs_done() const { return jobs_done_.load(); }
+
+ private:
+  enum class State { Free, Held, Ready, Done };
+  struct Job;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void check_process() const;
+  Job& find(JobId id);
+  Job& new_slot();
+  void cut(Job& job) const;
+  void make_ready(Job& job);
+  void finish(Job& job);
+  void release(Job& job);
+  Job* first_ready() const;
+  void unlink(Job& job);
+  void work_on(Job& job, Lock& lock);
+  void scan_chunk(const Job& job, std::int64_t chunk) const;
+  void thread_loop();
+  void start_from_call(Job& job);
+
+  const IsaKernels& isa_;
+  const int num_threads_;
+  const pid_t process_;
+  std::vector<std::thread> threads_;
+  std::mutex join_mutex_;
+
+  std::mutex mutex_;
+  std::condition_variable work_cv_;  // threads: something is ready, or closing
+  std::condition_variable wait_cv_;  // waiters: started, done, or closing
+  std::vector<std::unique_ptr<Job>> slots_;  // never shrinks: jobs keep their address, and a steady state allocates none
+  std::vector<Job*> free_;
+  Job* ready_first_ = nullptr;
+  Job* ready_last_ = nullptr;
+  std::int64_t last_serial_ = 0;
+  int active_ = 0;         // threads and helpers inside work_on
+  int pending_calls_ = 0;  // start calls handed out and not yet called
+  std::atomic<bool> closing_{false};
+  std::atomic<std::uint64_t> started_{0};  // jobs made ready: what idle threads look at before they park
+  std::atomic<std::int64_t> jobs_done_{0};
+};
+
+}  // namespace hybridgen

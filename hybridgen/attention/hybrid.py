@@ -1,0 +1,122 @@
+"""HybridGen's attention of one layer (paper section 4; contracts.md `select` and `off`).
+
+The CPU scores the host's keys while the device is elsewhere; the device chooses, fetches K and V of
+the chosen rows, and runs one softmax of the true query over sinks, window, new token and fetched rows.
+With lookahead the choosing query is the one predicted from the previous layer's input, so that scan
+and fetch are over when the layer begins; without, the layer waits for both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridgen.attention.base import DecodePlace, LayerAttention, group_by_kv_head, joint_attention
+from hybridgen.kv_cache.tiered import TieredKV
+from hybridgen.models.spec import LayerSpec
+from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
+from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
+from hybridgen.selection.budget import choose, group_probabilities
+from hybridgen.types import LayerPlan
+
+
+class HybridAttention(LayerAttention):
+    """State of one layer between `submit`, `choose` and `attend`."""
+
+    def __init__(
+        self,
+        layer: int,
+        spec: LayerSpec,
+        kv: TieredKV,
+        worker: LogitWorker,
+        transfer: TransferEngine,
+        predicts: bool,
+    ) -> None:
+        self.predicts = predicts
+        self.kv = kv
+        self._layer, self._spec = layer, spec
+        self._worker, self._transfer = worker, transfer
+        self._telemetry = transfer.telemetry
+        self._plan: LayerPlan | None = None
+        self._local_logits: Tensor | None = None
+        self._scan: ScanTicket | None = None
+        self._fetch: FetchTicket | None = None
+
+    def submit(self, query: Tensor, plan: LayerPlan) -> None:
+        self._plan = plan
+        self.selection = self._fetch = self.probed_mass = None
+        lengths = self.kv.admit()
+        if max(lengths) == 0:
+            return
+        self._scan = self._worker.submit(query, self.kv.host_keys, lengths, self._spec.scale, self._layer)
+        self._local_logits = self._logits_of_local(query)
+        self._frozen = lengths
+
+    def choose(self) -> None:
+        if self._scan is None or self._plan is None or self._plan.keep is None:
+            return
+        assert self._local_logits is not None
+        host_logits = self._scan.logits()
+        with self._telemetry.span("choose", self._layer):
+            host_logits = group_by_kv_head(host_logits, self._spec.num_kv_heads)
+            host_p, local_p = group_probabilities(self._local_logits, host_logits, self._frozen)
+            self._scan.release()
+            self._scan = self._local_logits = None
+            self.selection = choose(self._plan.keep, host_p, local_p, self._frozen)
+        with self._telemetry.span("fetch", self._layer):
+            self._fetch = self._transfer.fetch_rows(
+                self.kv.host_keys, self.kv.host_values, self.selection.rows
+            )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
+        if not self.predicts:
+            self.submit(query, plan)
+            self.choose()
+        self.kv.append(key, value, place.slots)
+        with self._telemetry.span("attention", self._layer):
+            grouped = group_by_kv_head(query, self._spec.num_kv_heads)
+            parts: list[tuple[Tensor, Tensor, Tensor | None]] = [
+                (self.kv.keys, self.kv.values, self.kv.bias)
+            ]
+            if self._fetch is not None:
+                parts.append((*self._fetch.rows(), self._bias_of_fetched()))
+            context, log_sum = joint_attention(grouped, parts, self._spec.scale)
+        if plan.probe_mass:
+            self._probe(query, log_sum)
+        return context.reshape(query.shape[0], -1)
+
+    def age(self) -> None:
+        self.kv.age()
+
+    def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        self.kv.load_past(sequence, keys, values)
+
+    def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
+        self.kv.store(sequence, keys, values)
+        return self.kv.pending()
+
+    def _logits_of_local(self, query: Tensor) -> Tensor:
+        """float32 [B, Hkv, G, device rows], -inf where there is no token."""
+        grouped = group_by_kv_head(query, self._spec.num_kv_heads).float()
+        logits = torch.matmul(grouped, self.kv.keys.float().transpose(-1, -2)).mul_(self._spec.scale)
+        return logits.masked_fill_(self.kv.bias == -torch.inf, -torch.inf)
+
+    def _bias_of_fetched(self) -> Tensor | None:
+        """-inf for the padding of sequences or heads that keep fewer rows than others."""
+        assert self.selection is not None
+        rows, counts = self.selection.rows, self.selection.counts
+        padding = torch.arange(rows.shape[2], device=rows.device) >= counts.unsqueeze(-1)
+        return torch.zeros(padding.shape, device=rows.device).masked_fill_(padding, -torch.inf).unsqueeze(2)
+
+    def _probe(self, query: Tensor, attended: Tensor) -> None:
+        """Compare what was attended (log-sum-exp [B, Hkv, G]) with all there is, by the true query."""
+        if self.selection is None:
+            return
+        lengths = self.selection.host_lengths
+        scan = self._worker.submit(query, self.kv.host_keys, lengths, self._spec.scale, self._layer)
+        host = group_by_kv_head(scan.logits(), self._spec.num_kv_heads)
+        valid = torch.tensor(lengths, device=host.device).view(-1, 1, 1, 1)
+        host = host.masked_fill(torch.arange(host.shape[-1], device=host.device) >= valid, -torch.inf)
+        total = torch.logsumexp(torch.cat((self._logits_of_local(query), host), dim=-1), dim=-1)
+        scan.release()
+        self.probed_mass = torch.exp(attended - total).mean(-1)

@@ -1,0 +1,290 @@
+"""All settings: frozen dataclasses, filled from a strategy file, `--set a.b=c` and flags.
+
+Precedence: flag > --set > strategy file > default. Each value remembers where it came from, so
+that an error can say so. The dotted path of a field is its name everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hybridgen.errors import ConfigError, UnknownNameError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and what is known of its layers."""
+
+    name: str = "smollm2-135m"
+    weights: Literal["auto", "real", "random"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    extend_positions: bool = False  # allow RoPE positions far beyond what the model was trained on
+    exact_layers: tuple[int, ...] = (0, 1, 2)  # layers that never use a predicted query
+    exact_layers_mode: Literal["auto", "resident", "select"] = "auto"
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Which host tokens are kept. A float is a fraction of the host tier, an int a count."""
+
+    keep: float | int | None = 0.3
+    keep_mass: float | None = 0.95
+    min_keep: int = 64
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Where attention runs, and which query chooses."""
+
+    executor: Literal["hybrid", "full"] = "hybrid"
+    lookahead: Literal["select", "off"] = "select"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What of the KV cache stays on the device: the first `sinks` and the last `gpu_window` tokens."""
+
+    gpu_window: int = 512
+    sinks: int = 4
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where bytes live."""
+
+    weights_on_gpu: float | Literal["auto"] = "auto"
+    gpu_memory_bytes: int | None = None  # None: 0.9 of what is free
+    host_memory_bytes: int | None = None  # None: 0.9 of what is available (too little where RAM grows on demand)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How a step is planned."""
+
+    mode: Literal["fixed"] = "fixed"
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The machine's side of a run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    prefill_chunk: int = 0  # tokens of one prefill piece; 0: 2048 on the CPU, 4096 on a GPU
+    micro_batch: int = 0  # sequences of one micro-batch; 0: all
+    worker_threads: int | Literal["auto"] = "auto"
+    transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
+    mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is drawn. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The job: what `python -m hybridgen.run` is asked to do."""
+
+    seq: int | None = None
+    gen: int = 32
+    batch: int = 1
+    seed: int = 0
+    check_answer: bool | None = None  # None: for contexts up to 8k
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything. `to_dict` is what the report records."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value on its way into a Config, and where it came from (`--keep`, a file, ...)."""
+
+    value: Any
+    source: str
+
+
+Settings = dict[str, Setting]  # dotted path -> setting
+
+
+def configs_dir() -> Path:
+    """Where `models/` and `strategies/` lie (in a checkout a link to the top level's `configs/`)."""
+    return Path(__file__).parent / "configs"
+
+
+def strategy_names() -> list[str]:
+    return sorted(path.stem for path in (configs_dir() / "strategies").glob("*.yaml"))
+
+
+def load_strategy(name_or_file: str) -> Settings:
+    """Settings of a named strategy (configs/strategies) or of a YAML file."""
+    path = Path(name_or_file)
+    if path.suffix not in (".yaml", ".yml"):
+        path = configs_dir() / "strategies" / f"{name_or_file}.yaml"
+        if not path.is_file():
+            raise UnknownNameError("strategy", name_or_file, strategy_names(), "or give a .yaml file")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"strategy file {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"strategy file {path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"strategy file {path} must map sections to settings, got {type(content).__name__}")
+    return {key: Setting(value, f"strategy file {path}") for key, value in _flatten(content).items()}
+
+
+def parse_assignment(text: str) -> Settings:
+    """`a.b=c` from the command line; the value is read as YAML."""
+    path, separator, value = text.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {text!r}: expected PATH=VALUE, for example --set cache.sinks=8")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
+    return {path.strip(): Setting(parsed, f"--set {text}")}
+
+
+def build_config(settings: Mapping[str, Setting]) -> Config:
+    """Check every setting and make the Config; raises ConfigError naming path, value and source."""
+    known = _known_paths()
+    sections: dict[str, dict[str, Any]] = {}
+    for path, setting in settings.items():
+        if path not in known:
+            near = difflib.get_close_matches(path, known, n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(
+                f"unknown setting {path!r} (from {setting.source}){hint} Known: {', '.join(sorted(known))}"
+            )
+        section, name = path.split(".")
+        sections.setdefault(section, {})[name] = _coerce(path, setting, known[path])
+    config = Config(
+        **{
+            section.name: typing.get_type_hints(Config)[section.name](**sections.get(section.name, {}))
+            for section in dataclasses.fields(Config)
+        }
+    )
+    _check_ranges(config, settings)
+    return config
+
+
+def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _known_paths() -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for section, section_type in typing.get_type_hints(Config).items():
+        for name, hint in typing.get_type_hints(section_type).items():
+            known[f"{section}.{name}"] = hint
+    return known
+
+
+def _coerce(path: str, setting: Setting, hint: Any) -> Any:
+    """The value as the field's type, or a ConfigError that says what is allowed."""
+    value = setting.value
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    options = typing.get_args(hint) if is_union else (hint,)
+    for option in options:
+        if option is type(None) and value is None:
+            return None
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return value
+        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
+            element = typing.get_args(option)[0]
+            if all(_is(item, element) for item in value):
+                return tuple(value)
+        if isinstance(option, type) and _is(value, option):
+            return value
+    if float in options and _is(value, int):
+        return float(value)
+    raise ConfigError(f"{path} = {value!r} (from {setting.source}): allowed is {_describe(options)}")
+
+
+def _is(value: Any, wanted: type) -> bool:
+    return isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    words: list[str] = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            words += [repr(choice) for choice in typing.get_args(option)]
+        elif typing.get_origin(option) is tuple:
+            words.append(f"a list of {typing.get_args(option)[0].__name__}")
+        else:
+            words.append("null" if option is type(None) else option.__name__)
+    return " or ".join(words)
+
+
+_RANGES: dict[str, tuple[str, Any]] = {
+    "selection.keep_mass": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
+    "selection.keep": (
+        "a fraction in (0, 1] (with a decimal point) or a count >= 1",
+        lambda v: 0 < v <= 1 if isinstance(v, float) else v >= 1,
+    ),
+    "selection.min_keep": ("a count >= 0", lambda v: v >= 0),
+    "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
+    "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
+    "placement.weights_on_gpu": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
+    "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
+    "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
+    "runtime.prefill_chunk": ("a number of tokens >= 0 (0: automatic)", lambda v: v >= 0),
+    "runtime.micro_batch": ("a number of sequences >= 0 (0: all)", lambda v: v >= 0),
+    "runtime.worker_threads": ("'auto' or a number >= 0", lambda v: v == "auto" or v >= 0),
+    "runtime.mass_probe_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),
+    "sampling.temperature": ("a number >= 0 (0: greedy)", lambda v: v >= 0),
+    "sampling.top_k": ("a count >= 0 (0: off)", lambda v: v >= 0),
+    "sampling.top_p": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
+    "run.seq": ("a number of tokens >= 1", lambda v: v >= 1),
+    "run.gen": ("a number of tokens >= 1", lambda v: v >= 1),
+    "run.batch": ("a number of sequences >= 1", lambda v: v >= 1),
+    "model.exact_layers": ("layer numbers >= 0", lambda v: all(layer >= 0 for layer in v)),
+}
+
+
+def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
+    for path, (allowed, holds) in _RANGES.items():
+        section, name = path.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and not holds(value):
+            source = settings[path].source if path in settings else "the default"
+            raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
+    if config.selection.keep is None and config.selection.keep_mass is None:
+        raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")

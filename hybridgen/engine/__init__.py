@@ -1,0 +1,1 @@
+"""The engine: one prefill and one decode loop for every device, strategy and batch size."""

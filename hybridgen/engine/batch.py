@@ -1,0 +1,113 @@
+"""The sequences that are decoded together, and the state of each layer's attention for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridgen.attention.base import DecodePlace, LayerAttention
+from hybridgen.attention.hybrid import HybridAttention
+from hybridgen.kv_cache.layout import WindowLayout
+
+MakeLayers = Callable[[int, int], list[LayerAttention]]
+"""(sequences, capacity in tokens) -> the attention of every layer; `engine.build` knows how."""
+
+
+class MicroBatch:
+    """Sequences that pass each layer together."""
+
+    def __init__(
+        self, members: range, capacity: int, layout: WindowLayout, layers: list[LayerAttention], device: torch.device
+    ) -> None:
+        """members: which sequences of the batch these are."""
+        self.members = members
+        self.capacity = capacity
+        self.layers = layers
+        self.lengths = [0] * len(members)
+        self._layout = layout
+        self._index = torch.zeros(len(members), dtype=torch.int64, device=device)
+
+    def grow(self, lengths: Sequence[int]) -> None:
+        """The sequences have these lengths now (after a prefill)."""
+        self.lengths = list(lengths)
+        self._index.copy_(torch.tensor(self.lengths))
+
+    def next_place(self) -> DecodePlace:
+        """Where one more token of each sequence goes; their lengths grow by one."""
+        index = self._index.clone()
+        sinks, ring = self._layout.sinks, self._layout.ring
+        slots = torch.where(index < sinks, index, sinks + (index - sinks) % ring)
+        self._index += 1
+        self.lengths = [length + 1 for length in self.lengths]
+        longest, mask = max(self.lengths), None
+        if min(self.lengths) < longest:
+            rows = torch.arange(longest, device=index.device)
+            mask = (rows <= index.unsqueeze(1)).view(len(self.members), 1, 1, longest)
+        return DecodePlace(index, slots, self.lengths, mask)
+
+
+class Batch:
+    """A live batch: prompts may be appended to it, tokens decoded, in any order."""
+
+    def __init__(
+        self,
+        capacities: Sequence[int],
+        micro_batch: int,
+        layout: WindowLayout,
+        make_layers: MakeLayers,
+        device: torch.device,
+    ) -> None:
+        """capacities: tokens that each sequence may reach; micro_batch: sequences of one, 0 for all."""
+        if not capacities or min(capacities) < 1:
+            raise ValueError(f"capacities: every sequence needs room for at least 1 token, got {list(capacities)}")
+        size = micro_batch or len(capacities)
+        self.capacities = list(capacities)
+        self.sinks = layout.sinks
+        self.steps = 0  # decode steps so far
+        self.micro_batches: list[MicroBatch] = []
+        for start in range(0, len(capacities), size):
+            members = range(start, min(start + size, len(capacities)))
+            capacity = max(capacities[member] for member in members)
+            layers = make_layers(len(members), capacity)
+            self.micro_batches.append(MicroBatch(members, capacity, layout, layers, device))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [length for micro_batch in self.micro_batches for length in micro_batch.lengths]
+
+    def host_lengths(self, layer: int) -> list[int]:
+        """Rows of each sequence in the host tier of a layer, as its last scan saw them."""
+        lengths: list[int] = []
+        for micro_batch in self.micro_batches:
+            attention = micro_batch.layers[layer]
+            tiered = isinstance(attention, HybridAttention)
+            lengths += attention.kv.host_lengths if tiered else [0] * len(micro_batch.members)
+        return lengths
+
+    def selections(self) -> dict[int, list[list[list[int]]]]:
+        """Token positions that the last step chose from the host: by layer, sequence and KV head, best first."""
+        chosen: dict[int, list[list[list[int]]]] = {}
+        for micro_batch in self.micro_batches:
+            for layer, attention in enumerate(micro_batch.layers):
+                if isinstance(attention, HybridAttention):
+                    chosen.setdefault(layer, []).extend(self._positions(attention, len(micro_batch.members)))
+        return chosen
+
+    def _positions(self, attention: HybridAttention, sequences: int) -> list[list[list[int]]]:
+        selection = attention.selection
+        if selection is None:
+            heads = attention.kv.keys.shape[1]
+            return [[[] for _ in range(heads)] for _ in range(sequences)]
+        positions, counts = (selection.rows + self.sinks).tolist(), selection.counts.tolist()
+        return [
+            [rows[:count] for rows, count in zip(*per_sequence, strict=True)]
+            for per_sequence in zip(positions, counts, strict=True)
+        ]
+
+
+def last_rows(lengths: Sequence[int]) -> Tensor:
+    """Index of each sequence's last token among all tokens laid end to end."""
+    return torch.tensor(lengths).cumsum(0) - 1

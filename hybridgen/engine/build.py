@@ -1,0 +1,225 @@
+"""From a Config to the parts of an engine: which model, does it fit, its weights, its layers' attention.
+
+The order matters and is the caller's: `choose_model` (no byte fetched), `plan_memory` and its check,
+then `obtain_weights`, then `LLM`. So an impossible job is refused before anything is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from hybridgen.config import Config
+from hybridgen.engine.layer_modes import LayerMode, layer_modes
+from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
+from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
+from hybridgen.models import family_of, spec_of
+from hybridgen.models.base import DecoderModel
+from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
+from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights, weight_bytes
+from hybridgen.models.spec import ModelSpec
+from hybridgen.placement.plan import GIB, MemoryPlan
+from hybridgen.selection.budget import most_kept
+from hybridgen.types import DTYPES, ExactMode, KeepRule
+
+CUDA_RESERVE_BYTES = GIB * 6 // 10  # context, loaded kernels, library workspaces
+ROPE_SLACK_TOKENS = 1024  # rotary models are let run this far beyond their positions, with a warning
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model whose shape is known and whose weights are not loaded yet."""
+
+    location: ModelLocation
+    spec: ModelSpec
+    family: type[DecoderModel]
+    device: torch.device
+    dtype: torch.dtype
+
+    def with_dtype(self, dtype: torch.dtype) -> ModelChoice:
+        return ModelChoice(self.location, self.spec, self.family, self.device, dtype)
+
+
+@dataclass(frozen=True)
+class ObtainedWeights:
+    """Loaded weights, and what the report says of them."""
+
+    tensors: ModelWeights
+    kind: str  # "real" or "random"
+    random_reason: str | None
+    directory: Path | None  # where the tokenizer lies, if anywhere
+
+
+def choose_device(kind: str) -> torch.device:
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU (allowed here: 'cpu', 'auto')")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
+def choose_model(config: Config) -> ModelChoice:
+    """Find the model and read its shape; touches the network only for a hub id whose shape is unknown."""
+    location = fetch_config(locate(config.model.name))
+    assert location.config is not None
+    spec = spec_of(config.model.name, location.config)
+    device = choose_device(config.runtime.device)
+    name = config.model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.torch_dtype
+    if name not in DTYPES:
+        raise CheckpointError(
+            f"model {spec.name}: its dtype {name!r} is not supported (allowed: {', '.join(DTYPES)})"
+        )
+    family = family_of(config.model.name, location.config)
+    return ModelChoice(location, spec, family, device, DTYPES[name])
+
+
+def obtain_weights(
+    choice: ModelChoice, config: Config, has_prompt: bool, progress: Progress | None = None
+) -> ObtainedWeights:
+    """Load, download first if need be, or make random weights: contracts.md, `--weights auto`."""
+    location, reason = choice.location, None
+    directory: Path | None = None
+    if config.model.weights == "random":
+        reason = "asked for"
+        if not location.needs_download:
+            directory = location.prepare()
+    else:
+        try:
+            directory = download(location) if location.needs_download else location.prepare()
+        except HubUnavailableError as error:
+            if config.model.weights == "real" or has_prompt:
+                why = "a prompt was given" if has_prompt else "--weights real was given"
+                raise CheckpointError(
+                    f"{error}; {why}, so random weights cannot stand in. Give a local directory as --model, "
+                    "or --weights random without a prompt"
+                ) from None
+            reason = str(error)
+    if reason is not None:
+        tensors = random_weights(choice.family, choice.spec, choice.device, choice.dtype, config.run.seed)
+        return ObtainedWeights(tensors, "random", reason, directory)
+    assert directory is not None
+    with open_checkpoint(directory) as checkpoint:
+        tensors = load_weights(choice.family, choice.spec, checkpoint, choice.device, choice.dtype, progress)
+    return ObtainedWeights(tensors, "real", None, directory)
+
+
+def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | None:
+    """A warning if `tokens` exceed the model's positions, ConfigError if that is not allowed."""
+    spec = choice.spec
+    if tokens <= spec.max_positions:
+        return None
+    if spec.family == "opt":
+        return (
+            f"{tokens} tokens exceed {spec.name}'s {spec.max_positions} learned positions: the table is "
+            "interpolated; output is meaningless, speed is not"
+        )
+    if tokens > spec.max_positions + ROPE_SLACK_TOKENS and not extend:
+        raise ConfigError(
+            f"{tokens} tokens (prompt and generated) exceed {spec.name}'s {spec.max_positions} positions by more "
+            f"than {ROPE_SLACK_TOKENS}: give a smaller --seq or --gen, or --set model.extend_positions=true"
+        )
+    return f"{tokens} tokens exceed {spec.name}'s {spec.max_positions} positions: output degrades"
+
+
+def keep_rule(config: Config) -> KeepRule:
+    return KeepRule(config.selection.keep, config.selection.keep_mass, config.selection.min_keep)
+
+
+def window_layout(config: Config) -> WindowLayout:
+    return WindowLayout(config.cache.sinks, config.cache.gpu_window)
+
+
+def prefill_chunk(config: Config, device: torch.device) -> int:
+    return config.runtime.prefill_chunk or (4096 if device.type == "cuda" else 2048)
+
+
+def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]]:
+    """Scan threads and the cores to pin them to; with a GPU one core is left to the thread that feeds it.
+
+    Without a GPU torch computes on the same cores. A scan is then a small part of a step, and on few
+    cores it is best done by the thread that waits for it (0 threads) with torch on all of them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    threads = config.runtime.worker_threads
+    if device.type == "cuda":
+        count = max(1, len(cores) - 1) if threads == "auto" else threads
+        return count, cores[1:] if count < len(cores) else []
+    if threads == "auto":
+        return (0 if len(cores) < 4 else len(cores) // 4), []
+    return threads, []
+
+
+def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int]:
+    """Bytes that may be used on the device (None without a GPU) and on the host."""
+    host = config.placement.host_memory_bytes or int(0.9 * psutil.virtual_memory().available)
+    if device.type != "cuda":
+        return None, host
+    free, _ = torch.cuda.mem_get_info(device)
+    return config.placement.gpu_memory_bytes or int(0.9 * free), host
+
+
+def resolve_modes(choice: ModelChoice, config: Config, batch: int, capacity: int) -> tuple[LayerMode, ...]:
+    """A mode a layer; `auto` keeps the exact layers resident if the plan has room for them."""
+    layers = choice.spec.num_layers
+    wanted = config.model.exact_layers_mode
+    if wanted != "auto":
+        return layer_modes(config, layers, wanted)
+    resident: ExactMode = "resident"
+    modes = layer_modes(config, layers, resident)
+    if plan_memory(choice, config, modes, batch, capacity).fits(*memory_limits(config, choice.device)):
+        return modes
+    return layer_modes(config, layers, "select")
+
+
+def plan_memory(
+    choice: ModelChoice, config: Config, modes: tuple[LayerMode, ...], batch: int, capacity: int
+) -> MemoryPlan:
+    """What `batch` sequences of up to `capacity` tokens need, by the shapes that the caches allocate."""
+    spec, dtype = choice.spec, choice.dtype
+    layout, rule, element = window_layout(config), keep_rule(config), dtype.itemsize
+    plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
+    resident = window = host = staging = logits = past = 0
+    for layer, mode in zip(spec.layers, modes, strict=True):
+        past = max(past, layer.kv_bytes_per_token(element) * capacity)
+        if mode == "resident":
+            resident += 2 * tensor_bytes(device_shape(layer, batch, capacity), dtype)
+            continue
+        shape = host_shape(layer, batch, layout, capacity)
+        window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
+        host += 2 * tensor_bytes(shape, dtype)
+        kept = most_kept(rule, layout.host_rows(capacity))
+        rows = batch * layer.num_kv_heads * (kept + layout.rows)
+        # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
+        staging = max(staging, batch * layer.kv_bytes_per_token(element) * kept * 2 + rows * layer.head_dim * 8)
+        # Two scans in flight; then probabilities, 8-byte sort keys and their order for one of them.
+        scores = batch * layer.num_heads * shape[2]
+        logits = max(logits, scores * 4 * 2 + scores * 4 * 2 + batch * layer.num_kv_heads * shape[2] * 28)
+        plan.host["query and logits of the scans"] = max(
+            plan.host.get("query and logits of the scans", 0), 2 * scores * 4
+        )
+    chunk = min(prefill_chunk(config, choice.device), capacity)
+    widest = max(3 * spec.intermediate_size, max(layer.num_heads * layer.head_dim * 4 for layer in spec.layers))
+    repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
+    on_flash = choice.device.type == "cuda" and dtype != torch.float32
+    plan.device = {
+        "weights": weight_bytes(choice.family, spec, dtype),
+        "KV of resident layers": resident,
+        "KV of sinks and windows": window,
+        "fetched rows": staging,
+        "logits and choice": logits,
+        "prefill: hidden states": batch * capacity * spec.hidden_size * element,
+        # Three in flight: the layer at work and two that are leaving for the host.
+        "prefill: KV of one sequence": past * (3 if on_flash or repeated == 1 else 3 + repeated),
+        "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,
+        "LM head": batch * spec.vocab_size * 8,
+    }
+    if choice.device.type == "cuda":
+        plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
+    plan.host = {"KV host tier": host, **plan.host}
+    return plan

@@ -1,0 +1,21 @@
+"""Which executor each layer gets: contracts.md, "Exact layers" and the three lookahead modes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hybridgen.config import Config
+from hybridgen.types import ExactMode
+
+LayerMode = Literal["resident", "select", "lookahead"]
+"""resident: all KV on the device. select: tokens chosen by the true query, which is waited for.
+lookahead: tokens chosen by the query predicted from the previous layer's input."""
+
+
+def layer_modes(config: Config, num_layers: int, exact: ExactMode) -> tuple[LayerMode, ...]:
+    """One mode a layer. Layer 0 has no predecessor, so it is always exact."""
+    if config.attention.executor == "full":
+        return ("resident",) * num_layers
+    exact_layers = {0, *config.model.exact_layers}
+    other: LayerMode = "lookahead" if config.attention.lookahead == "select" else "select"
+    return tuple(exact if layer in exact_layers else other for layer in range(num_layers))

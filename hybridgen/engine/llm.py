@@ -1,0 +1,152 @@
+"""The public API: `LLM` loads a model once and serves batches.
+
+    llm = LLM("smollm2-135m", overrides={"selection.keep": 0.1, "selection.keep_mass": None})
+    result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens=32)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridgen.attention.base import LayerAttention
+from hybridgen.attention.hybrid import HybridAttention
+from hybridgen.attention.resident import ResidentAttention
+from hybridgen.config import Config, Setting, build_config, load_strategy
+from hybridgen.engine import build
+from hybridgen.engine.batch import Batch
+from hybridgen.engine.build import ModelChoice, ObtainedWeights
+from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.runner import Runner
+from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.kv_cache.layout import host_shape
+from hybridgen.kv_cache.resident import ResidentKV
+from hybridgen.kv_cache.tiered import TieredKV
+from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
+from hybridgen.offload.host_memory import HostSlab, padded_bytes
+from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.transfer import LazyTransfer, make_transfer
+from hybridgen.telemetry import Telemetry
+
+
+class LLM:
+    """A loaded model with one strategy. Not thread-safe; use as a context manager or call `close`."""
+
+    def __init__(
+        self, model: str, overrides: Mapping[str, Any] | None = None, strategy: str = "hybridgen"
+    ) -> None:
+        """overrides: dotted setting -> value, over the strategy's; errors as on the command line."""
+        settings = load_strategy(strategy)
+        settings |= {path: Setting(value, "LLM(overrides=...)") for path, value in (overrides or {}).items()}
+        config = build_config(settings | {"model.name": Setting(model, "LLM(model=...)")})
+        choice = build.choose_model(config)
+        self._setup(config, choice, build.obtain_weights(choice, config, has_prompt=True))
+
+    @classmethod
+    def from_parts(
+        cls,
+        config: Config,
+        choice: ModelChoice,
+        weights: ObtainedWeights,
+        modes: tuple[LayerMode, ...] | None = None,
+    ) -> LLM:
+        """For callers that planned memory and loaded the weights themselves (`engine.build`)."""
+        llm = cls.__new__(cls)
+        llm._setup(config, choice, weights, modes)
+        return llm
+
+    def _setup(
+        self,
+        config: Config,
+        choice: ModelChoice,
+        weights: ObtainedWeights,
+        modes: tuple[LayerMode, ...] | None = None,
+    ) -> None:
+        self.config, self.choice, self.weights = config, choice, weights
+        self.spec, self.device, self.dtype = choice.spec, choice.device, choice.dtype
+        exact = config.model.exact_layers_mode
+        self.modes = modes or build.layer_modes(
+            config, self.spec.num_layers, "resident" if exact == "auto" else exact
+        )
+        self.telemetry = Telemetry()
+        self._transfer = make_transfer(config.runtime.transfer, self.device, self.telemetry)
+        threads, cores = build.worker_threads(config, self.device)
+        self._worker = LogitWorker(threads, cores, self._transfer, self.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
+        self.model = choice.family(self.spec, weights.tensors.shared, self.device, self.dtype)
+        self._layout = build.window_layout(config)
+        self._runner = Runner(
+            self.model,
+            weights.tensors.layers,
+            FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval),
+            self.telemetry,
+            build.prefill_chunk(config, self.device),
+        )
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """CheckpointError if the model came without one (random weights, nothing local)."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.weights.directory)
+        return self._tokenizer
+
+    def new_batch(self, capacities: Sequence[int]) -> Batch:
+        """Room for sequences of up to capacities[b] tokens, prompt and generated together."""
+        return Batch(
+            capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device
+        )
+
+    def prefill(
+        self,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        mirrors: Sequence[Batch] = (),
+        progress: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Append prompt tokens to each sequence; see `Runner.prefill`."""
+        return self._runner.prefill(batch, prompts, mirrors, progress)
+
+    def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor:
+        """One token of each sequence -> float32 next-token logits [B, vocab]; see `Runner.decode_step`."""
+        return self._runner.decode_step(batch, torch.as_tensor(tokens, device=self.device))
+
+    def close(self) -> None:
+        """Stop the scan threads. The object is of no use afterwards."""
+        self._worker.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_layers(self, batch: int, capacity: int) -> list[LayerAttention]:
+        """The attention of every layer for a micro-batch, all its host memory in one slab."""
+        shapes = [
+            host_shape(spec, batch, self._layout, capacity)
+            for spec, mode in zip(self.spec.layers, self.modes, strict=True)
+            if mode != "resident"
+        ]
+        poison = isinstance(self._transfer, LazyTransfer)
+        slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
+        slab = HostSlab(slab_bytes, self.device, poison)
+        layers: list[LayerAttention] = []
+        for layer, (spec, mode) in enumerate(zip(self.spec.layers, self.modes, strict=True)):
+            if mode == "resident":
+                kv = ResidentKV(spec, batch, capacity, self.device, self.dtype)
+                layers.append(ResidentAttention(spec, kv))
+                continue
+            threshold = self._layout.ageing_threshold(layer, self.spec.num_layers)
+            tiered = TieredKV(
+                spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
+            )
+            layers.append(
+                HybridAttention(layer, spec, tiered, self._worker, self._transfer, mode == "lookahead")
+            )
+        return layers

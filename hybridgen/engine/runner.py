@@ -1,0 +1,181 @@
+"""Prefill and decode, layer by layer: the algorithm of the paper, for every device, strategy and batch size.
+
+While layer i runs, the CPU scores the host's keys for layer i + 1 by the query predicted from layer
+i's input; the rows it finds are fetched before layer i + 1 begins (HybridGen, arXiv 2604.18529, section 4).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridgen.engine.batch import Batch, MicroBatch, last_rows
+from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.models.base import DecoderModel, LayerWeights
+from hybridgen.models.layers import causal_attention
+from hybridgen.offload.transfer import Ticket
+from hybridgen.telemetry import Telemetry
+from hybridgen.types import Positions, StepPlan
+
+
+class Runner:
+    """Drives a model over batches. Holds no state of a request."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        layers: Sequence[LayerWeights],
+        schedule: FixedSchedule,
+        telemetry: Telemetry,
+        prefill_chunk: int,
+    ) -> None:
+        self.model = model
+        self._layers = layers
+        self._schedule = schedule
+        self._telemetry = telemetry
+        self._prefill_chunk = prefill_chunk
+
+    @torch.inference_mode()
+    def decode_step(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """One more token of every sequence: ids [B] on the device -> next-token logits, float32 [B, vocab]."""
+        plan = self._schedule.plan(batch.steps)
+        batch.steps += 1
+        states = [_DecodeState(self.model, micro_batch, tokens) for micro_batch in batch.micro_batches]
+        for layer in range(self.model.spec.num_layers):
+            for state in states:
+                self._decode_layer(layer, state, plan)
+        with self._telemetry.span("lm_head", 0):
+            return torch.cat([self.model.logits(state.x) for state in states])
+
+    def _decode_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
+        model, span, weights = self.model, self._telemetry.span, self._layers
+        attention, following = state.layers[layer], layer + 1
+        looks_ahead = following < len(state.layers) and state.layers[following].predicts
+
+        if looks_ahead:
+            with span("predict", following):
+                predicted = model.query(following, weights[following], state.x, state.positions)
+                state.layers[following].submit(predicted, plan.layers[following])
+        with span("qkv", layer):
+            query, key, value = model.qkv(layer, weights[layer], state.x, state.positions)
+        context = attention.attend(query, key, value, state.place, plan.layers[layer])
+        with span("mlp", layer):
+            state.x = model.finish(layer, weights[layer], state.x, context)
+        if looks_ahead:
+            state.layers[following].choose()
+        attention.age()
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        mirrors: Sequence[Batch] = (),
+        progress: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Append prompt tokens to every sequence, exactly: logits of each one's last token, float32 [B, vocab].
+
+        mirrors: batches of the same shape (another strategy's, say) that take over the same KV, so that
+        several strategies continue from one prefill. progress: called with each finished layer.
+        """
+        self._check_room([batch, *mirrors], prompts)
+        states = [
+            _PrefillState(self.model, micro_batch, [prompts[member] for member in micro_batch.members])
+            for micro_batch in batch.micro_batches
+        ]
+        copies: deque[list[Ticket]] = deque()
+        for layer in range(self.model.spec.num_layers):
+            for index, state in enumerate(states):
+                same = [mirror.micro_batches[index] for mirror in mirrors]
+                self._prefill_layer(layer, state, same, copies)
+            if progress is not None:
+                progress(layer)
+        for tickets in copies:
+            _finish(tickets)
+        for index, state in enumerate(states):
+            for micro_batch in (state.micro_batch, *(mirror.micro_batches[index] for mirror in mirrors)):
+                micro_batch.grow(state.lengths)
+        return torch.cat([self.model.logits(state.x[state.last]) for state in states])
+
+    def _prefill_layer(
+        self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], copies: deque[list[Ticket]]
+    ) -> None:
+        """All tokens of all sequences through one layer; K and V then move to where they are kept."""
+        model, weights, spec = self.model, self._layers[layer], self.model.spec.layers[layer]
+        attention = state.micro_batch.layers[layer]
+        for sequence, (start, end) in enumerate(state.ranges):
+            past, length = state.past[sequence], state.lengths[sequence]
+            if len(copies) > 1:  # the sequence before last has left its K and V
+                _finish(copies.popleft())
+            shape = (spec.num_kv_heads, length, spec.head_dim)
+            keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+            if past:
+                attention.load_past(sequence, keys, values)
+            for first in range(start, end, self._prefill_chunk):
+                last = min(first + self._prefill_chunk, end)
+                rows = slice(past + first - start, past + last - start)
+                positions = state.positions_of(first, last)
+                x = state.x[first:last]
+                query, key, value = model.qkv(layer, weights, x, positions)
+                keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
+                context = causal_attention(query, keys[:, : rows.stop], values[:, : rows.stop], spec)
+                state.x[first:last] = model.finish(layer, weights, x, context)
+            tickets = attention.store(sequence, keys, values)
+            for mirror in mirrors:
+                tickets = tickets + mirror.layers[layer].store(sequence, keys, values)
+            copies.append(tickets)
+
+    def _check_room(self, batches: Sequence[Batch], prompts: Sequence[Sequence[int]]) -> None:
+        for batch in batches:
+            if len(prompts) != len(batch.capacities):
+                raise ValueError(f"prompts: {len(prompts)} given for {len(batch.capacities)} sequences")
+            for index, (prompt, length, capacity) in enumerate(
+                zip(prompts, batch.lengths, batch.capacities, strict=True)
+            ):
+                if not prompt:
+                    raise ValueError(f"prompts[{index}] is empty")
+                if length + len(prompt) > capacity:
+                    raise ValueError(
+                        f"prompts[{index}]: {length} + {len(prompt)} tokens exceed its capacity of {capacity}"
+                    )
+
+
+class _DecodeState:
+    """One micro-batch on its way through the layers of a decode step."""
+
+    def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor) -> None:
+        if max(micro_batch.lengths) >= micro_batch.capacity:
+            raise ValueError(f"a sequence has reached its capacity of {micro_batch.capacity} tokens")
+        self.layers = micro_batch.layers
+        self.place = micro_batch.next_place()
+        self.positions = model.positions(self.place.index)
+        members = micro_batch.members
+        self.x = model.embed(tokens[members.start : members.stop], self.positions)
+
+
+class _PrefillState:
+    """The prompt tokens of one micro-batch, laid end to end: no padding, whatever their lengths."""
+
+    def __init__(self, model: DecoderModel, micro_batch: MicroBatch, prompts: list[Sequence[int]]) -> None:
+        self.micro_batch = micro_batch
+        self.past = list(micro_batch.lengths)
+        self.lengths = [past + len(prompt) for past, prompt in zip(self.past, prompts, strict=True)]
+        ends = last_rows([len(prompt) for prompt in prompts]) + 1
+        self.last = (ends - 1).to(model.device)
+        self.ranges = [(int(end) - len(prompt), int(end)) for end, prompt in zip(ends, prompts, strict=True)]
+        index = [torch.arange(past, length) for past, length in zip(self.past, self.lengths, strict=True)]
+        self._model = model
+        self._index = torch.cat(index).to(model.device)
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=model.device)
+        self.x = model.embed(tokens, Positions(self._index))
+
+    def positions_of(self, first: int, last: int) -> Positions:
+        return self._model.positions(self._index[first:last])
+
+
+def _finish(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wait_host()

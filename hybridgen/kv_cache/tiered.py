@@ -1,0 +1,151 @@
+"""K and V of one layer in two tiers: sinks and a window on the device, what lies between on the host.
+
+Of a sequence of n tokens, with S sinks and h host rows: tokens [0, S) are sinks, [S, S + h) lie on the
+host in row (position - S), [S + h, n) lie in the window. No token is in two tiers or in none. A block
+that ages is copied while it still belongs to the window, and changes sides in `admit`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridgen.kv_cache.layout import AGEING_BLOCK, WindowLayout, device_shape, host_shape
+from hybridgen.models.spec import LayerSpec
+from hybridgen.offload.host_memory import HostSlab
+from hybridgen.offload.transfer import Ticket, TransferEngine
+
+
+class TieredKV:
+    """State of one layer for the sequences of one micro-batch."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        batch: int,
+        capacity: int,
+        layout: WindowLayout,
+        ageing_threshold: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        slab: HostSlab,
+        transfer: TransferEngine,
+    ) -> None:
+        self.layout = layout
+        self.lengths = [0] * batch
+        self.host_lengths = [0] * batch
+        # Zeroed, so that a slot without a token is finite and its weight of zero really is nothing.
+        self.keys = torch.zeros(device_shape(spec, batch, layout.rows), dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.bias = torch.full((batch, 1, 1, layout.rows), -math.inf, device=device)
+        shape = host_shape(spec, batch, layout, capacity)
+        self.host_keys, self.host_values = slab.take(shape, dtype), slab.take(shape, dtype)
+        for host in (self.host_keys, self.host_values):
+            host.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite, too
+        self._ageing_threshold = ageing_threshold
+        self._transfer = transfer
+        self._arriving: list[Ticket] = []
+        self._ageing: list[int] = []  # sequences whose oldest window block is on its way
+        self._rows = torch.arange(batch, device=device)
+
+    def window_length(self, sequence: int) -> int:
+        return max(0, self.lengths[sequence] - self.layout.sinks) - self.host_lengths[sequence]
+
+    def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """One token a sequence: key, value [B, Hkv, d] into `slots` [B] (layout.slot of its position)."""
+        self.keys[self._rows, :, slots] = key
+        self.values[self._rows, :, slots] = value
+        self.bias[self._rows, 0, 0, slots] = 0.0
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def age(self) -> None:
+        """Send the oldest block of each window that is full to the host; it stays in the window until `admit`."""
+        for sequence in range(len(self.lengths)):
+            if sequence not in self._ageing and self.window_length(sequence) >= self._ageing_threshold:
+                self._ageing.append(sequence)
+                self._copy_block_out(sequence)
+
+    def admit(self) -> list[int]:
+        """Blocks on their way join the host now; returns the host lengths, frozen for the scan that follows."""
+        for ticket in self._arriving:
+            ticket.wait_host()
+        self._arriving.clear()
+        for sequence in self._ageing:
+            for slots in self._ring_slices(self.host_lengths[sequence], AGEING_BLOCK):
+                self.bias[sequence, 0, 0, slots] = -math.inf
+            self.host_lengths[sequence] += AGEING_BLOCK
+        self._ageing.clear()
+        return list(self.host_lengths)
+
+    def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Copy the tokens so far, in order, into the first rows of keys, values [Hkv, n, d]."""
+        self.admit()
+        length, sinks, host = self.lengths[sequence], self.layout.sinks, self.host_lengths[sequence]
+        for out, local, remote in (
+            (keys, self.keys, self.host_keys),
+            (values, self.values, self.host_values),
+        ):
+            out[:, : min(sinks, length)] = local[sequence, :, : min(sinks, length)]
+            if host:
+                source = remote.device_view[sequence, :, :host]
+                self._transfer.copy(out[:, sinks : sinks + host], source, "h2d").wait()
+            row = sinks + host
+            for slots in self._ring_slices(host, self.window_length(sequence)):
+                out[:, row : row + slots.stop - slots.start] = local[sequence, :, slots]
+                row += slots.stop - slots.start
+
+    def store(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Take over a prefilled sequence: keys, values [Hkv, n, d], those beyond the length are new.
+
+        The host rows that are new are under way when this returns; `admit` waits for them.
+        """
+        self.admit()
+        length, sinks = keys.shape[1], self.layout.sinks
+        held = self.host_lengths[sequence]
+        host = max(held, self.layout.host_rows(length))
+        for new, local, remote in (
+            (keys, self.keys, self.host_keys),
+            (values, self.values, self.host_values),
+        ):
+            local[sequence, :, :sinks][:, :length] = new[:, :sinks]
+            row = sinks + host
+            for slots in self._ring_slices(host, max(0, length - sinks - host)):
+                local[sequence, :, slots] = new[:, row : row + slots.stop - slots.start]
+                row += slots.stop - slots.start
+            if host > held:
+                target = remote.device_view[sequence, :, held:host]
+                self._arriving.append(
+                    self._transfer.copy(target, new[:, sinks + held : sinks + host], "d2h")
+                )
+        self.bias[sequence] = -math.inf
+        self.bias[sequence, 0, 0, : min(sinks, length)] = 0.0
+        for slots in self._ring_slices(host, max(0, length - sinks - host)):
+            self.bias[sequence, 0, 0, slots] = 0.0
+        self.lengths[sequence], self.host_lengths[sequence] = length, host
+
+    def pending(self) -> list[Ticket]:
+        """Copies to the host that still read what `store` was given."""
+        return list(self._arriving)
+
+    def _copy_block_out(self, sequence: int) -> None:
+        host = self.host_lengths[sequence]
+        for local, remote in ((self.keys, self.host_keys), (self.values, self.host_values)):
+            row = host
+            for slots in self._ring_slices(host, AGEING_BLOCK):
+                target = remote.device_view[sequence, :, row : row + slots.stop - slots.start]
+                self._arriving.append(self._transfer.copy(target, local[sequence, :, slots], "d2h"))
+                row += slots.stop - slots.start
+
+    def _ring_slices(self, start: int, count: int) -> list[slice]:
+        """Device slots of `count` tokens from position sinks + start on: one slice, or two around the end."""
+        if count <= 0:
+            return []
+        ring, sinks = self.layout.ring, self.layout.sinks
+        first = start % ring
+        until_end = min(count, ring - first)
+        slices = [slice(sinks + first, sinks + first + until_end)]
+        if until_end < count:
+            slices.append(slice(sinks, sinks + count - until_end))
+        return slices

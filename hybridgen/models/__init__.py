@@ -1,0 +1,33 @@
+"""Model families by Hugging Face architecture name. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridgen.errors import CheckpointError
+from hybridgen.models.base import DecoderModel
+from hybridgen.models.llama import LlamaModel
+from hybridgen.models.opt import OPTModel
+from hybridgen.models.spec import ModelSpec
+
+FAMILIES: dict[str, type[DecoderModel]] = {
+    "LlamaForCausalLM": LlamaModel,
+    "Qwen2ForCausalLM": LlamaModel,
+    "OPTForCausalLM": OPTModel,
+}
+
+
+def family_of(name: str, config: Mapping[str, Any]) -> type[DecoderModel]:
+    """The family that a Hugging Face config names; CheckpointError lists the supported ones."""
+    architectures = config.get("architectures") or [None]
+    if architectures[0] not in FAMILIES:
+        raise CheckpointError(
+            f"model {name}: architecture {architectures[0]!r} is not supported "
+            f"(supported: {', '.join(sorted(FAMILIES))})"
+        )
+    return FAMILIES[architectures[0]]
+
+
+def spec_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    return family_of(name, config).spec_from_config(name, config)

@@ -1,0 +1,126 @@
+"""OPT (1.3B to 13B): LayerNorm before each block, learned positions, biases everywhere, ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridgen.errors import ConfigError
+from hybridgen.models.base import DecoderModel, LayerWeights
+from hybridgen.models.config_fields import common_fields, require
+from hybridgen.models.spec import LayerSpec, ModelSpec, TensorSource
+from hybridgen.types import Positions
+
+POSITION_OFFSET = 2  # the first two rows of OPT's position table are padding
+
+
+class OPTModel(DecoderModel):
+    family = "opt"
+
+    def __init__(self, spec: ModelSpec, weights: LayerWeights, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(spec, weights, device, dtype)
+        self._position_scale = 1.0
+
+    def extend_positions(self, positions: int) -> None:
+        """Interpolate the learned table so that `positions` tokens fit (speed tests only)."""
+        self._position_scale = min(1.0, self.spec.max_positions / positions)
+
+    @staticmethod
+    def spec_from_config(name: str, config: Mapping[str, Any]) -> ModelSpec:
+        hidden = require(name, config, "hidden_size")
+        allowed = {
+            "do_layer_norm_before": True,
+            "word_embed_proj_dim": hidden,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+        }
+        for key, value in allowed.items():
+            if config.get(key, value) != value:
+                raise ConfigError(f"model {name}: {key} = {config[key]!r} is not supported (allowed: {value!r})")
+        heads = require(name, config, "num_attention_heads")
+        layer = LayerSpec(num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, rope=None)
+        return ModelSpec(
+            family="opt",
+            layers=(layer,) * require(name, config, "num_hidden_layers"),
+            intermediate_size=require(name, config, "ffn_dim"),
+            norm_eps=1e-5,
+            qkv_bias=True,
+            **common_fields(name, config, tied_by_default=True),
+        )
+
+    @staticmethod
+    def global_tensors(spec: ModelSpec) -> dict[str, TensorSource]:
+        hidden = spec.hidden_size
+        prefix = "model.decoder"
+        tensors = {
+            "embed": TensorSource((spec.vocab_size, hidden), (f"{prefix}.embed_tokens.weight",)),
+            "positions": TensorSource(
+                (spec.max_positions + POSITION_OFFSET, hidden), (f"{prefix}.embed_positions.weight",)
+            ),
+            "norm": TensorSource((hidden,), (f"{prefix}.final_layer_norm.weight",)),
+            "norm_bias": TensorSource((hidden,), (f"{prefix}.final_layer_norm.bias",)),
+        }
+        if not spec.tie_word_embeddings:
+            tensors["lm_head"] = TensorSource((spec.vocab_size, hidden), ("lm_head.weight",))
+        return tensors
+
+    @staticmethod
+    def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, TensorSource]:
+        hidden, ffn = spec.hidden_size, spec.intermediate_size
+        prefix = f"model.decoder.layers.{layer}"
+        projections = [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]
+        linear = {
+            "out": (f"{prefix}.self_attn.out_proj", (hidden, hidden)),
+            "up": (f"{prefix}.fc1", (ffn, hidden)),
+            "down": (f"{prefix}.fc2", (hidden, ffn)),
+            "attn_norm": (f"{prefix}.self_attn_layer_norm", (hidden,)),
+            "mlp_norm": (f"{prefix}.final_layer_norm", (hidden,)),
+        }
+        tensors = {
+            "qkv": TensorSource((3 * hidden, hidden), tuple(f"{name}.weight" for name in projections)),
+            "qkv_bias": TensorSource((3 * hidden,), tuple(f"{name}.bias" for name in projections)),
+        }
+        for key, (name, shape) in linear.items():
+            tensors[key] = TensorSource(shape, (f"{name}.weight",))
+            tensors[f"{key}_bias"] = TensorSource(shape[:1], (f"{name}.bias",))
+        return tensors
+
+    def embed(self, tokens: Tensor, positions: Positions) -> Tensor:
+        table = self.weights["positions"]
+        x = F.embedding(tokens, self.weights["embed"])
+        if self._position_scale == 1.0:
+            return x + F.embedding(positions.index + POSITION_OFFSET, table)
+        place = positions.index.to(torch.float32) * self._position_scale
+        low = place.floor().long()
+        high = (low + 1).clamp(max=self.spec.max_positions - 1)
+        share = (place - low).unsqueeze(-1).to(table.dtype)
+        return x + torch.lerp(table[low + POSITION_OFFSET], table[high + POSITION_OFFSET], share)
+
+    def qkv(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        at = self.spec.layers[layer]
+        fused = F.linear(self._norm(x, w, "attn_norm"), w["qkv"], w["qkv_bias"])
+        query, key, value = fused.view(x.shape[0], 3, at.num_heads, at.head_dim).unbind(1)
+        return query, key, value
+
+    def query(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> Tensor:
+        at = self.spec.layers[layer]
+        width = at.num_heads * at.head_dim
+        query = F.linear(self._norm(x, w, "attn_norm"), w["qkv"][:width], w["qkv_bias"][:width])
+        return query.view(x.shape[0], at.num_heads, at.head_dim)
+
+    def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
+        x = x + F.linear(context, w["out"], w["out_bias"])
+        hidden = F.relu(F.linear(self._norm(x, w, "mlp_norm"), w["up"], w["up_bias"]))
+        return x + F.linear(hidden, w["down"], w["down_bias"])
+
+    def logits(self, x: Tensor) -> Tensor:
+        head = self.weights["embed" if self.spec.tie_word_embeddings else "lm_head"]
+        return F.linear(self._norm(x, self.weights, "norm"), head).float()
+
+    def _norm(self, x: Tensor, w: LayerWeights, name: str) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), w[name], w[f"{name}_bias"], self.spec.norm_eps)

@@ -1,0 +1,153 @@
+"""The CPU's part of a decode step: scan the host's keys for a query, beside everything else.
+
+`submit` hands a job to the C++ threads of `hybridgen._C` and returns at once; the ticket's `logits()`
+waits for them and brings the result to the device. The scan starts when the query has reached the
+host: on CUDA the copy's stream itself starts the job, no Python thread stands between.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
+from hybridgen.offload.transfer import LazyTransfer, Ticket, TransferEngine
+
+try:
+    from hybridgen import _C
+except ImportError as error:
+    raise ImportError(
+        "the C++ extension is not built: run `python3 setup.py build_ext --inplace` in the checkout, "
+        f"or `bash scripts/quickstart.sh` ({error})"
+    ) from None
+
+KEY_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass
+class _Buffers:
+    """What one scan in flight needs: the query on the host, the logits on both sides."""
+
+    query: HostBuffer  # float32 [B, Hq, d]
+    logits: HostBuffer  # float32 [B, Hq, N]
+    device_logits: Tensor  # the logits in device memory (the host's own without a GPU)
+    in_use: Ticket | None = None  # the copy that last read `logits`
+
+
+class ScanTicket:
+    """A scan under way."""
+
+    def __init__(self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int) -> None:
+        self._worker, self._job, self._buffers = worker, job, buffers
+        self._layer, self._length = layer, length
+
+    def logits(self) -> Tensor:
+        """Wait; float32 [B, Hq, longest host length] on the device, valid until `release`."""
+        return self._worker._collect(self._job, self._buffers, self._layer, self._length)
+
+    def release(self) -> None:
+        """The logits are not needed any more: their buffers may serve another scan."""
+        self._worker._free[_key(self._buffers)].append(self._buffers)
+
+
+class LogitWorker:
+    """Owns the scan threads and the buffers between them and the device."""
+
+    def __init__(self, threads: int, cores: list[int], transfer: TransferEngine, device: torch.device) -> None:
+        """threads: 0 means that whoever waits for a scan does it; cores: where to pin, [] for anywhere."""
+        self._pool = _C.ScanWorker(threads, cores)
+        self._transfer = transfer
+        self._telemetry = transfer.telemetry
+        self._device = device
+        self._lazy = isinstance(transfer, LazyTransfer)
+        self._free: dict[tuple[int, ...], list[_Buffers]] = {}
+
+    @property
+    def threads(self) -> int:
+        return int(self._pool.threads)
+
+    @property
+    def jobs_by_isa(self) -> dict[str, int]:
+        """Scans done, by the instruction set that did them."""
+        return dict(self._pool.jobs_by_isa)
+
+    def submit(self, query: Tensor, keys: HostBuffer, lengths: list[int], scale: float, layer: int) -> ScanTicket:
+        """Score the first lengths[b] keys of each sequence: logits = scale * q . k.
+
+        query: [B, Hq, d] on the device; keys: [B, Hkv, N, d], channels contiguous, in host memory.
+        """
+        host_keys = keys.tensor
+        batch, heads, dim = query.shape
+        if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
+            raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
+        if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
+            raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
+        if len(lengths) != batch or max(lengths) > host_keys.shape[2]:
+            raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
+
+        buffers = self._take_buffers(batch, heads, host_keys.shape[2], dim)
+        copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
+        if self._lazy:
+            buffers.logits.tensor.fill_(float("nan"))
+        job = self._pool.submit(
+            query=buffers.query.tensor.data_ptr(),
+            keys=host_keys.data_ptr(),
+            out=buffers.logits.tensor.data_ptr(),
+            key_type=KEY_TYPES[host_keys.dtype],
+            num_heads=heads,
+            num_kv_heads=host_keys.shape[1],
+            head_dim=dim,
+            lengths=lengths,
+            key_strides=tuple(host_keys.stride()[:3]),
+            out_strides=tuple(buffers.logits.tensor.stride()[:2]),
+            scale=scale,
+            hold=True,
+        )
+        if self._lazy:
+            copied.wait()
+        else:
+            self._transfer.call_after(copied, *self._pool.start_call(job))
+        self._telemetry.count_bytes(
+            "cpu_read", sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size()
+        )
+        return ScanTicket(self, job, buffers, layer, max(lengths))
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
+        if self._lazy:
+            self._pool.start(job)
+        waited_from = time.perf_counter()
+        start_s, end_s = self._pool.wait(job)
+        self._telemetry.host_time("scan_wait", layer, (time.perf_counter() - waited_from) * 1e3)
+        self._telemetry.host_time("scan", layer, (end_s - start_s) * 1e3)
+        logits = buffers.device_logits[:, :, :length]
+        if buffers.device_logits is buffers.logits.tensor:
+            self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
+        else:
+            buffers.in_use = self._transfer.copy(logits, buffers.logits.device_view[:, :, :length], "h2d")
+            buffers.in_use.wait()
+        return logits
+
+    def _take_buffers(self, batch: int, heads: int, length: int, dim: int) -> _Buffers:
+        free = self._free.setdefault((batch, heads, length, dim), [])
+        if free:
+            buffers = free.pop()
+            if buffers.in_use is not None:
+                buffers.in_use.wait_host()
+            return buffers
+        shapes = ((batch, heads, dim), (batch, heads, length))
+        slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
+        query, logits = (slab.take(shape, torch.float32) for shape in shapes)
+        device_logits = logits.tensor
+        if self._device.type == "cuda":
+            device_logits = torch.empty(shapes[1], dtype=torch.float32, device=self._device)
+        return _Buffers(query, logits, device_logits)
+
+
+def _key(buffers: _Buffers) -> tuple[int, ...]:
+    return (*buffers.logits.tensor.shape, buffers.query.tensor.shape[2])

@@ -1,0 +1,198 @@
+"""The one seam for asynchrony: `issue -> Ticket`, `ticket.wait()`.
+
+Everybody else computes on "the device" and moves bytes through a TransferEngine. Three engines:
+  * `CudaTransfer` copies on side streams and reads rows of registered host memory by a kernel;
+  * `ImmediateTransfer` copies at once, on a machine whose CPU plays the GPU's part;
+  * `LazyTransfer` (tests) fills the target with NaN at issue and copies at `wait`, so that a forgotten
+    wait shows up in the result instead of hiding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridgen.offload.host_memory import HostBuffer
+from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
+
+
+class Ticket:
+    """A transfer under way. Keeps its tensors alive until it is waited for."""
+
+    def wait(self) -> None:
+        """From now on, work that the caller issues on the device sees the result."""
+
+    def wait_host(self) -> None:
+        """From now on, the host sees the result."""
+        self.wait()
+
+
+class FetchTicket(Ticket):
+    """Rows under way from the host tier: K and V, each [B, Hkv, rows, head_dim]."""
+
+    def __init__(self, ticket: Ticket, keys: Tensor, values: Tensor) -> None:
+        self._ticket = ticket
+        self._rows = (keys, values)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        self._ticket.wait()
+        return self._rows
+
+
+class TransferEngine(ABC):
+    """Moves bytes between the tiers, and counts them."""
+
+    clock: Clock = HostClock()
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry = telemetry
+        telemetry.clock = self.clock
+
+    def copy(self, target: Tensor, source: Tensor, direction: Direction) -> Ticket:
+        """Copy source into target (same shape), counted under `direction`."""
+        self.telemetry.count_bytes(direction, target.numel() * target.element_size())
+        return self._issue([target], lambda: target.copy_(source, non_blocking=True), direction, [source])
+
+    def fetch_rows(self, keys: HostBuffer, values: HostBuffer, rows: Tensor) -> FetchTicket:
+        """Bring rows of the host tier to the device.
+
+        keys, values: [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, each in [0, N).
+        """
+        batch, heads, length, dim = keys.tensor.shape
+        first_row = torch.arange(batch * heads, device=rows.device).view(batch, heads, 1) * length
+        flat = (rows + first_row).view(-1)
+        shape = (batch, heads, rows.shape[2], dim)
+        out = [torch.empty(shape, dtype=keys.tensor.dtype, device=rows.device) for _ in range(2)]
+
+        def gather() -> None:
+            for target, source in zip(out, (keys, values), strict=True):
+                table = source.device_view.view(-1, dim)
+                torch.index_select(table, 0, flat, out=target.view(-1, dim))
+
+        self.telemetry.count_bytes("h2d", 2 * out[0].numel() * out[0].element_size())
+        return FetchTicket(self._issue(out, gather, "h2d", [flat]), *out)
+
+    @abstractmethod
+    def _issue(
+        self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
+    ) -> Ticket: ...
+
+    @abstractmethod
+    def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
+        """Have some thread call `function(data)` once the ticket's transfer is done."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything issued so far."""
+
+
+class ImmediateTransfer(TransferEngine):
+    """Everything is done when `issue` returns."""
+
+    def _issue(
+        self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
+    ) -> Ticket:
+        work()
+        return Ticket()
+
+    def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function_address)(data_address)
+
+
+class _LazyTicket(Ticket):
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+
+class LazyTransfer(ImmediateTransfer):
+    """Nothing is done before `wait`; until then the target holds NaN."""
+
+    def _issue(
+        self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
+    ) -> Ticket:
+        for target in targets:
+            if target.is_floating_point():
+                target.fill_(float("nan"))
+        return _LazyTicket(work)
+
+
+class _CudaTicket(Ticket):
+    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
+        self._event = event
+        self._tensors = tensors  # alive until waited for
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def wait_host(self) -> None:
+        self._event.synchronize()
+
+
+class CudaClock:
+    """Marks are events on the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+class CudaTransfer(TransferEngine):
+    """A side stream a direction; each transfer starts after what the compute stream was given before it."""
+
+    clock = CudaClock()
+
+    def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
+        super().__init__(telemetry)
+        self._device = device
+        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h")}
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def _issue(
+        self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
+    ) -> Ticket:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            work()
+            event = torch.cuda.Event()
+            event.record(stream)
+        for tensor in (*targets, *sources):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return _CudaTicket(event, [*targets, *sources])
+
+    def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
+        # Only copies to the host are followed by a call, and they all lie on this stream.
+        status = self._driver.cuLaunchHostFunc(
+            ctypes.c_void_p(self._streams["d2h"].cuda_stream),
+            ctypes.c_void_p(function_address),
+            ctypes.c_void_p(data_address),
+        )
+        if status != 0:
+            raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {status}")
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def make_transfer(kind: str, device: torch.device, telemetry: Telemetry) -> TransferEngine:
+    """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer)."""
+    if kind == "auto":
+        kind = "cuda" if device.type == "cuda" else "immediate"
+    if kind == "cuda":
+        return CudaTransfer(telemetry, device)
+    return LazyTransfer(telemetry) if kind == "lazy" else ImmediateTransfer(telemetry)

@@ -1,0 +1,1 @@
+"""Where bytes live, and whether they fit: decided before anything is allocated."""

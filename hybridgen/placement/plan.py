@@ -1,0 +1,64 @@
+"""The memory plan: what a job needs on the device and on the host, added up before it is allocated.
+
+Shapes come from `kv_cache.layout`'s sister functions in the engine; this module only adds, compares
+and explains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB = 1024**3
+
+
+@dataclass
+class MemoryPlan:
+    """Named amounts of bytes. On a machine without a GPU the device's share is host memory too."""
+
+    device_is_host: bool
+    device: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values()) + (self.device_bytes if self.device_is_host else 0)
+
+    def fits(self, device_limit_bytes: int | None, host_limit_bytes: int) -> bool:
+        """device_limit_bytes None: no GPU, and so no limit but the host's."""
+        if device_limit_bytes is not None and self.device_bytes > device_limit_bytes:
+            return False
+        return self.host_bytes <= host_limit_bytes
+
+    def describe(self, device_limit_bytes: int | None, host_limit_bytes: int) -> str:
+        """A small table, one line an item."""
+        where = "device (host memory: no GPU)" if self.device_is_host else "device"
+        lines = ["memory plan:"]
+        for title, items, total, limit in (
+            (where, self.device, self.device_bytes, device_limit_bytes),
+            ("host", self.host, self.host_bytes, host_limit_bytes),
+        ):
+            allowed = "" if limit is None else f" of {format_bytes(limit)} available"
+            lines.append(f"  {title}: {format_bytes(total)}{allowed}")
+            lines += [f"    {name:<34} {format_bytes(size):>11}" for name, size in items.items() if size]
+            if title == "host" and self.device_is_host:
+                lines.append(f"    {'what the device part takes':<34} {format_bytes(self.device_bytes):>11}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "device": dict(self.device),
+            "host": dict(self.host),
+        }
+
+
+def format_bytes(size: int) -> str:
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 1024**2:.1f} MiB"

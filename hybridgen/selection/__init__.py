@@ -1,0 +1,1 @@
+"""Which host tokens are attended. One algorithm a file."""

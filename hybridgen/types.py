@@ -1,0 +1,80 @@
+"""What the rooms hand each other. Pure data: no logic, no device, no thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ExactMode = Literal["resident", "select"]
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """How many host tokens are kept (contracts.md, "What is kept").
+
+    keep: a fraction of the host length in (0, 1] (float), a number of tokens (int), or None: no cap.
+    mass: the share of attention probability that sinks, window and kept tokens must hold, or None.
+    min_keep: never fewer than this many, as long as the host holds them.
+    """
+
+    keep: float | int | None
+    mass: float | None
+    min_keep: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer does in one decode step, as the scheduler planned it.
+
+    scan_tokens is None for a full scan (Post-QKT: every host token is scored by its stored key).
+    """
+
+    mode: Literal["resident", "post_qkt"]
+    keep: KeepRule | None
+    scan_tokens: int | None = None
+    probe_mass: bool = False  # measure by the true query what the attended tokens cover
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One decode step: a plan a layer."""
+
+    layers: tuple[LayerPlan, ...]
+
+
+@dataclass
+class TokenSelection:
+    """The host tokens chosen for one layer and micro-batch.
+
+    rows: int64 [B, Hkv, K], rows of the host tier (token position - sinks), best first.
+    counts: int64 [B, Hkv], how many of them are kept; the rest of `rows` is padding (valid rows).
+    host_lengths: rows of each sequence that were in the host tier when the scan was submitted.
+    mass: float32 [B, Hkv], share of the choosing query's probability that sinks, window and the
+        kept tokens hold.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    host_lengths: list[int]
+    mass: Tensor
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Token positions of one model call, with the rotary tables of each distinct RoPE.
+
+    index: int64 [T]. rotary: per RopeSpec id, (cos, sin), each [T, 1, head_dim].
+    """
+
+    index: Tensor
+    rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
