@@ -3,9 +3,15 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <memory>
+#include <optional>
 #include <set>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "dispatch.h"
 #include "scan_worker.h"
@@ -24,20 +30,42 @@ std::set<ScanWorker*>& live_workers() {
   return *workers;
 }
 
+// Releases the GIL for its lifetime, and counts (under the GIL) how many threads are in such a section. A daemon thread
+// that wants the GIL back once the interpreter is gone is ended by Python in a way that aborts a C++ program.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    ++inside;
+    release_.emplace();
+  }
+  ~WithoutGil() {
+    release_.reset();
+    --inside;
+  }
+  static inline int inside = 0;
+
+ private:
+  std::optional<py::gil_scoped_release> release_;
+};
+
 struct CloseAndDelete {
   void operator()(ScanWorker* worker) const {
     live_workers().erase(worker);
-    py::gil_scoped_release release;
+    WithoutGil here;
     worker->close();
     if (worker->may_be_deleted()) delete worker;
   }
 };
 using WorkerHolder = std::unique_ptr<ScanWorker, CloseAndDelete>;
 
+// At interpreter exit. Keeps the GIL while it closes, so that no other thread deletes a worker meanwhile; nothing that
+// close() waits for needs it. Then lets the waiters, who have a RuntimeError now, come out.
 void close_all() {
-  const std::set<ScanWorker*> workers = live_workers();
-  py::gil_scoped_release release;
-  for (ScanWorker* worker : workers) worker->close();
+  for (ScanWorker* worker : live_workers()) worker->close();
+  for (int ms = 0; WithoutGil::inside > 0 && ms < 2000; ++ms) {
+    py::gil_scoped_release release;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 KeyType key_type_of(const std::string& name) {
@@ -80,7 +108,7 @@ double seconds(ScanWorker::Clock::time_point time) {
 std::pair<double, double> wait(ScanWorker& worker, ScanWorker::JobId job, bool help) {
   for (;;) {
     {
-      py::gil_scoped_release release;
+      WithoutGil here;
       if (const auto span = worker.wait(job, help, std::chrono::milliseconds(100))) {
         return {seconds(span->start), seconds(span->end)};
       }
@@ -153,7 +181,7 @@ ValueError: unknown job, not held, or its start call was asked for before. Runti
 The times are seconds on time.perf_counter's clock: when the first chunk began and when the last one ended. With help the
 calling thread scans chunks of this job, too (always if threads is 0). Waits for a held job until it is started.
 ValueError: unknown or already waited for. RuntimeError: the worker was closed before the job was done.)")
-      .def("close", &ScanWorker::close, py::call_guard<py::gil_scoped_release>(),
+      .def("close", &ScanWorker::close, py::call_guard<WithoutGil>(),
            "Ends the threads after the chunks that they are in. Jobs that are not done are abandoned, and whoever waits\n"
            "for one gets a RuntimeError. After it returns no buffer is touched any more. May be repeated.")
       .def_property_readonly("threads", &ScanWorker::threads, "Size of the pool.")

@@ -142,6 +142,7 @@ def configs_dir() -> Path:
 
 
 def strategy_names() -> list[str]:
+    """The strategies that ship in configs/strategies."""
     return sorted(path.stem for path in (configs_dir() / "strategies").glob("*.yaml"))
 
 
@@ -173,6 +174,20 @@ def parse_assignment(text: str) -> Settings:
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from None
     return {path.strip(): Setting(parsed, f"--set {text}")}
+
+
+def merge_settings(*layers: Settings) -> Settings:
+    """Later layers win. A layer that gives only one of `selection.keep` and `selection.keep_mass`
+    switches the other off: each of them alone has a meaning of its own (contracts.md)."""
+    pair = ("selection.keep", "selection.keep_mass")
+    merged: Settings = {}
+    for layer in layers:
+        given = [path for path in pair if path in layer]
+        if len(given) == 1:
+            other = pair[1 - pair.index(given[0])]
+            merged[other] = Setting(None, layer[given[0]].source)
+        merged |= layer
+    return merged
 
 
 def build_config(settings: Mapping[str, Setting]) -> Config:

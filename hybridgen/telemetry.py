@@ -81,9 +81,7 @@ class Telemetry:
             stage_ms[stage][layer] += self.clock.elapsed_ms(start, end)
         for stage, layer, milliseconds in self._host_ms:
             stage_ms[stage][layer] += milliseconds
-        step = StepTimings(
-            step_ms, {stage: dict(layers) for stage, layers in stage_ms.items()}, dict(self.bytes_moved)
-        )
+        step = StepTimings(step_ms, {stage: dict(layers) for stage, layers in stage_ms.items()}, dict(self.bytes_moved))
         self.steps.append(step)
         return step
 

@@ -21,7 +21,7 @@ check() {
 }
 check ruff ruff "$PY" -m ruff check .
 check mypy mypy "$PY" -m mypy
-check import-linter importlinter "$PY" -c 'from importlinter.cli import lint_imports_command as run; run()'
+check import-linter importlinter "$PY" -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
 
 echo "test: pytest"
 status=0

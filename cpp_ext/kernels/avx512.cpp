@@ -88,12 +88,13 @@ void strip(const ScanBlock& block, const float* query, const typename Key::Eleme
       __m512 key[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        _mm_prefetch(row[r] + c + ahead, _MM_HINT_T0);
+        _mm_prefetch(row[r] + c + ahead, _MM_HINT_T1);  // L2: distant rows at large strides share few sets of L1
         key[r] = Key::load(mask, row[r] + c);
       }
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
-        const __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
+        __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
+        asm("" : "+v"(q));  // one load, not one in each FMA: queries are rarely aligned, and then a load costs two
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc[g * R + r] = _mm512_fmadd_ps(q, key[r], acc[g * R + r]);
       }

@@ -32,6 +32,8 @@ class LayerAttention(ABC):
 
     #: The loop hands in a predicted query (`submit`) one layer ahead.
     predicts: bool = False
+    #: Rows of each sequence in the host tier as the last scan saw them; None without a host tier.
+    host_lengths: list[int] | None = None
     #: What was chosen in the running step, for layers that choose.
     selection: TokenSelection | None = None
     #: float32 [B, Hkv]: the true mass covered, where the plan asked for a probe.
@@ -41,14 +43,14 @@ class LayerAttention(ABC):
         """Start scoring the host's keys by query [B, Hq, d]; only called where `predicts`."""
         raise NotImplementedError
 
-    def choose(self) -> None:
+    def choose(self) -> None:  # noqa: B027 - not abstract: most executors have nothing to choose
         """Choose from the scores of `submit` and start the fetch; nothing to do elsewhere."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         """Add the new token's key, value [B, Hkv, d]; context of query [B, Hq, d] as [B, Hq * d]."""
 
-    def age(self) -> None:
+    def age(self) -> None:  # noqa: B027 - not abstract: without a host tier nothing ages
         """After attention: let the oldest window rows start for the host."""
 
     @abstractmethod

@@ -33,7 +33,8 @@ class HybridAttention(LayerAttention):
         predicts: bool,
     ) -> None:
         self.predicts = predicts
-        self.kv = kv
+        self.host_lengths: list[int] = [0] * len(kv.lengths)
+        self._kv = kv
         self._layer, self._spec = layer, spec
         self._worker, self._transfer = worker, transfer
         self._telemetry = transfer.telemetry
@@ -45,12 +46,11 @@ class HybridAttention(LayerAttention):
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         self._plan = plan
         self.selection = self._fetch = self.probed_mass = None
-        lengths = self.kv.admit()
-        if max(lengths) == 0:
+        self.host_lengths = self._kv.admit()
+        if max(self.host_lengths) == 0:
             return
-        self._scan = self._worker.submit(query, self.kv.host_keys, lengths, self._spec.scale, self._layer)
+        self._scan = self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
         self._local_logits = self._logits_of_local(query)
-        self._frozen = lengths
 
     def choose(self) -> None:
         if self._scan is None or self._plan is None or self._plan.keep is None:
@@ -59,25 +59,21 @@ class HybridAttention(LayerAttention):
         host_logits = self._scan.logits()
         with self._telemetry.span("choose", self._layer):
             host_logits = group_by_kv_head(host_logits, self._spec.num_kv_heads)
-            host_p, local_p = group_probabilities(self._local_logits, host_logits, self._frozen)
+            host_p, local_p = group_probabilities(self._local_logits, host_logits, self.host_lengths)
             self._scan.release()
             self._scan = self._local_logits = None
-            self.selection = choose(self._plan.keep, host_p, local_p, self._frozen)
+            self.selection = choose(self._plan.keep, host_p, local_p, self.host_lengths)
         with self._telemetry.span("fetch", self._layer):
-            self._fetch = self._transfer.fetch_rows(
-                self.kv.host_keys, self.kv.host_values, self.selection.rows
-            )
+            self._fetch = self._transfer.fetch_rows(self._kv.host_keys, self._kv.host_values, self.selection.rows)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         if not self.predicts:
             self.submit(query, plan)
             self.choose()
-        self.kv.append(key, value, place.slots)
+        self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
             grouped = group_by_kv_head(query, self._spec.num_kv_heads)
-            parts: list[tuple[Tensor, Tensor, Tensor | None]] = [
-                (self.kv.keys, self.kv.values, self.kv.bias)
-            ]
+            parts: list[tuple[Tensor, Tensor, Tensor | None]] = [(self._kv.keys, self._kv.values, self._kv.bias)]
             if self._fetch is not None:
                 parts.append((*self._fetch.rows(), self._bias_of_fetched()))
             context, log_sum = joint_attention(grouped, parts, self._spec.scale)
@@ -86,20 +82,20 @@ class HybridAttention(LayerAttention):
         return context.reshape(query.shape[0], -1)
 
     def age(self) -> None:
-        self.kv.age()
+        self._kv.age()
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
-        self.kv.load_past(sequence, keys, values)
+        self._kv.load_past(sequence, keys, values)
 
     def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
-        self.kv.store(sequence, keys, values)
-        return self.kv.pending()
+        self._kv.store(sequence, keys, values)
+        return self._kv.pending()
 
     def _logits_of_local(self, query: Tensor) -> Tensor:
         """float32 [B, Hkv, G, device rows], -inf where there is no token."""
         grouped = group_by_kv_head(query, self._spec.num_kv_heads).float()
-        logits = torch.matmul(grouped, self.kv.keys.float().transpose(-1, -2)).mul_(self._spec.scale)
-        return logits.masked_fill_(self.kv.bias == -torch.inf, -torch.inf)
+        logits = torch.matmul(grouped, self._kv.keys.float().transpose(-1, -2)).mul_(self._spec.scale)
+        return logits.masked_fill_(self._kv.bias == -torch.inf, -torch.inf)
 
     def _bias_of_fetched(self) -> Tensor | None:
         """-inf for the padding of sequences or heads that keep fewer rows than others."""
@@ -113,7 +109,7 @@ class HybridAttention(LayerAttention):
         if self.selection is None:
             return
         lengths = self.selection.host_lengths
-        scan = self._worker.submit(query, self.kv.host_keys, lengths, self._spec.scale, self._layer)
+        scan = self._worker.submit(query, self._kv.host_keys, lengths, self._spec.scale, self._layer)
         host = group_by_kv_head(scan.logits(), self._spec.num_kv_heads)
         valid = torch.tensor(lengths, device=host.device).view(-1, 1, 1, 1)
         host = host.masked_fill(torch.arange(host.shape[-1], device=host.device) >= valid, -torch.inf)

@@ -17,24 +17,24 @@ class ResidentAttention(LayerAttention):
 
     def __init__(self, spec: LayerSpec, kv: ResidentKV) -> None:
         self._spec = spec
-        self.kv = kv
+        self._kv = kv
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
-        self.kv.append(key, value, place.index)
+        self._kv.append(key, value, place.index)
         longest = max(place.lengths)
         # The heads of a group are queries of one KV head, so no KV row is copied or read twice.
         context = F.scaled_dot_product_attention(
             group_by_kv_head(query, self._spec.num_kv_heads),
-            self.kv.keys[:, :, :longest],
-            self.kv.values[:, :, :longest],
+            self._kv.keys[:, :, :longest],
+            self._kv.values[:, :, :longest],
             attn_mask=place.resident_mask,
             scale=self._spec.scale,
         )
         return context.reshape(query.shape[0], -1)
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
-        self.kv.load_past(sequence, keys, values)
+        self._kv.load_past(sequence, keys, values)
 
     def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
-        self.kv.store(sequence, keys, values)
+        self._kv.store(sequence, keys, values)
         return []

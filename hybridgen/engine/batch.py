@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybridgen.attention.base import DecodePlace, LayerAttention
-from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.kv_cache.layout import WindowLayout
 
 MakeLayers = Callable[[int, int], list[LayerAttention]]
@@ -19,13 +18,19 @@ class MicroBatch:
     """Sequences that pass each layer together."""
 
     def __init__(
-        self, members: range, capacity: int, layout: WindowLayout, layers: list[LayerAttention], device: torch.device
+        self,
+        members: range,
+        capacity: int,
+        layout: WindowLayout,
+        layers: list[LayerAttention],
+        device: torch.device,
     ) -> None:
         """members: which sequences of the batch these are."""
         self.members = members
         self.capacity = capacity
         self.layers = layers
         self.lengths = [0] * len(members)
+        self.device = device
         self._layout = layout
         self._index = torch.zeros(len(members), dtype=torch.int64, device=device)
 
@@ -82,25 +87,25 @@ class Batch:
         """Rows of each sequence in the host tier of a layer, as its last scan saw them."""
         lengths: list[int] = []
         for micro_batch in self.micro_batches:
-            attention = micro_batch.layers[layer]
-            tiered = isinstance(attention, HybridAttention)
-            lengths += attention.kv.host_lengths if tiered else [0] * len(micro_batch.members)
+            lengths += micro_batch.layers[layer].host_lengths or [0] * len(micro_batch.members)
         return lengths
 
     def selections(self) -> dict[int, list[list[list[int]]]]:
-        """Token positions that the last step chose from the host: by layer, sequence and KV head, best first."""
+        """Token positions that the last step chose from the host, best first.
+
+        By layer (those with a host tier), sequence and KV head; a sequence without a host tier yet has [].
+        """
         chosen: dict[int, list[list[list[int]]]] = {}
         for micro_batch in self.micro_batches:
             for layer, attention in enumerate(micro_batch.layers):
-                if isinstance(attention, HybridAttention):
+                if attention.host_lengths is not None:
                     chosen.setdefault(layer, []).extend(self._positions(attention, len(micro_batch.members)))
         return chosen
 
-    def _positions(self, attention: HybridAttention, sequences: int) -> list[list[list[int]]]:
+    def _positions(self, attention: LayerAttention, sequences: int) -> list[list[list[int]]]:
         selection = attention.selection
         if selection is None:
-            heads = attention.kv.keys.shape[1]
-            return [[[] for _ in range(heads)] for _ in range(sequences)]
+            return [[] for _ in range(sequences)]
         positions, counts = (selection.rows + self.sinks).tolist(), selection.counts.tolist()
         return [
             [rows[:count] for rows, count in zip(*per_sequence, strict=True)]

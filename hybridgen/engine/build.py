@@ -49,12 +49,14 @@ class ObtainedWeights:
     """Loaded weights, and what the report says of them."""
 
     tensors: ModelWeights
+    spec: ModelSpec  # as the checkpoint says it; before, only its config was known
     kind: str  # "real" or "random"
     random_reason: str | None
     directory: Path | None  # where the tokenizer lies, if anywhere
 
 
 def choose_device(kind: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`; ConfigError if CUDA is asked for and absent."""
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
@@ -68,13 +70,11 @@ def choose_model(config: Config) -> ModelChoice:
     assert location.config is not None
     spec = spec_of(config.model.name, location.config)
     device = choose_device(config.runtime.device)
-    name = config.model.dtype
+    name: str = config.model.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.torch_dtype
     if name not in DTYPES:
-        raise CheckpointError(
-            f"model {spec.name}: its dtype {name!r} is not supported (allowed: {', '.join(DTYPES)})"
-        )
+        raise CheckpointError(f"model {spec.name}: its dtype {name!r} is not supported (allowed: {', '.join(DTYPES)})")
     family = family_of(config.model.name, location.config)
     return ModelChoice(location, spec, family, device, DTYPES[name])
 
@@ -102,11 +102,13 @@ def obtain_weights(
             reason = str(error)
     if reason is not None:
         tensors = random_weights(choice.family, choice.spec, choice.device, choice.dtype, config.run.seed)
-        return ObtainedWeights(tensors, "random", reason, directory)
+        return ObtainedWeights(tensors, choice.spec, "random", reason, directory)
     assert directory is not None
     with open_checkpoint(directory) as checkpoint:
-        tensors = load_weights(choice.family, choice.spec, checkpoint, choice.device, choice.dtype, progress)
-    return ObtainedWeights(tensors, "real", None, directory)
+        # A GGUF file's RoPE factors, say, are known only now.
+        spec = spec_of(choice.spec.name, checkpoint.config)
+        tensors = load_weights(choice.family, spec, checkpoint, choice.device, choice.dtype, progress)
+    return ObtainedWeights(tensors, spec, "real", None, directory)
 
 
 def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | None:
@@ -128,14 +130,17 @@ def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | Non
 
 
 def keep_rule(config: Config) -> KeepRule:
+    """What is kept of the host tier."""
     return KeepRule(config.selection.keep, config.selection.keep_mass, config.selection.min_keep)
 
 
 def window_layout(config: Config) -> WindowLayout:
+    """What stays on the device."""
     return WindowLayout(config.cache.sinks, config.cache.gpu_window)
 
 
 def prefill_chunk(config: Config, device: torch.device) -> int:
+    """Tokens of one prefill piece."""
     return config.runtime.prefill_chunk or (4096 if device.type == "cuda" else 2048)
 
 

@@ -12,10 +12,15 @@ LayerMode = Literal["resident", "select", "lookahead"]
 lookahead: tokens chosen by the query predicted from the previous layer's input."""
 
 
+def all_resident(num_layers: int) -> tuple[LayerMode, ...]:
+    """Full attention: no host tier at all."""
+    return tuple("resident" for _ in range(num_layers))
+
+
 def layer_modes(config: Config, num_layers: int, exact: ExactMode) -> tuple[LayerMode, ...]:
     """One mode a layer. Layer 0 has no predecessor, so it is always exact."""
     if config.attention.executor == "full":
-        return ("resident",) * num_layers
+        return all_resident(num_layers)
     exact_layers = {0, *config.model.exact_layers}
     other: LayerMode = "lookahead" if config.attention.lookahead == "select" else "select"
     return tuple(exact if layer in exact_layers else other for layer in range(num_layers))

@@ -1,7 +1,7 @@
 """The public API: `LLM` loads a model once and serves batches.
 
-    llm = LLM("smollm2-135m", overrides={"selection.keep": 0.1, "selection.keep_mass": None})
-    result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens=32)
+llm = LLM("smollm2-135m", overrides={"selection.keep": 0.1, "selection.keep_mass": None})
+result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens=32)
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor
 from hybridgen.attention.base import LayerAttention
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.resident import ResidentAttention
-from hybridgen.config import Config, Setting, build_config, load_strategy
+from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings
 from hybridgen.engine import build
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
-from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.generation import Generation, generate
+from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.runner import Runner
+from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.errors import CheckpointError
 from hybridgen.kv_cache.layout import host_shape
 from hybridgen.kv_cache.resident import ResidentKV
 from hybridgen.kv_cache.tiered import TieredKV
@@ -36,13 +39,11 @@ from hybridgen.telemetry import Telemetry
 class LLM:
     """A loaded model with one strategy. Not thread-safe; use as a context manager or call `close`."""
 
-    def __init__(
-        self, model: str, overrides: Mapping[str, Any] | None = None, strategy: str = "hybridgen"
-    ) -> None:
+    def __init__(self, model: str, overrides: Mapping[str, Any] | None = None, strategy: str = "hybridgen") -> None:
         """overrides: dotted setting -> value, over the strategy's; errors as on the command line."""
-        settings = load_strategy(strategy)
-        settings |= {path: Setting(value, "LLM(overrides=...)") for path, value in (overrides or {}).items()}
-        config = build_config(settings | {"model.name": Setting(model, "LLM(model=...)")})
+        given = {path: Setting(value, "LLM(overrides=...)") for path, value in (overrides or {}).items()}
+        given["model.name"] = Setting(model, "LLM(model=...)")
+        config = build_config(merge_settings(load_strategy(strategy), given))
         choice = build.choose_model(config)
         self._setup(config, choice, build.obtain_weights(choice, config, has_prompt=True))
 
@@ -67,11 +68,9 @@ class LLM:
         modes: tuple[LayerMode, ...] | None = None,
     ) -> None:
         self.config, self.choice, self.weights = config, choice, weights
-        self.spec, self.device, self.dtype = choice.spec, choice.device, choice.dtype
+        self.spec, self.device, self.dtype = weights.spec, choice.device, choice.dtype
         exact = config.model.exact_layers_mode
-        self.modes = modes or build.layer_modes(
-            config, self.spec.num_layers, "resident" if exact == "auto" else exact
-        )
+        self.modes = modes or layer_modes(config, self.spec.num_layers, "resident" if exact == "auto" else exact)
         self.telemetry = Telemetry()
         self._transfer = make_transfer(config.runtime.transfer, self.device, self.telemetry)
         threads, cores = build.worker_threads(config, self.device)
@@ -80,10 +79,11 @@ class LLM:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
         self.model = choice.family(self.spec, weights.tensors.shared, self.device, self.dtype)
         self._layout = build.window_layout(config)
+        self.schedule = FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval)
         self._runner = Runner(
             self.model,
             weights.tensors.layers,
-            FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval),
+            self.schedule,
             self.telemetry,
             build.prefill_chunk(config, self.device),
         )
@@ -93,14 +93,31 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """CheckpointError if the model came without one (random weights, nothing local)."""
         if self._tokenizer is None:
+            if self.weights.directory is None:
+                raise CheckpointError(f"{self.spec.name} has no local tokenizer: give a local directory as --model")
             self._tokenizer = load_tokenizer(self.weights.directory)
         return self._tokenizer
 
+    @property
+    def worker_threads(self) -> int:
+        return self._worker.threads
+
+    @property
+    def scans_by_isa(self) -> dict[str, int]:
+        """Scans done so far, by the instruction set that did them."""
+        return self._worker.jobs_by_isa
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool = False) -> Generation:
+        """Continue prompts (lists of token ids), drawing as `config.sampling` says."""
+        batch = self.new_batch([len(prompt) + max_new_tokens for prompt in prompts])
+        logits = self.prefill(batch, prompts)
+        sampler = Sampler(self.config.sampling, self.device, self.config.run.seed)
+        eos = set() if ignore_eos else {*self.spec.eos_token_ids}
+        return generate(self, batch, logits, max_new_tokens, sampler, lambda ids: ids[-1] in eos)
+
     def new_batch(self, capacities: Sequence[int]) -> Batch:
         """Room for sequences of up to capacities[b] tokens, prompt and generated together."""
-        return Batch(
-            capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device
-        )
+        return Batch(capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device)
 
     def prefill(
         self,
@@ -146,7 +163,5 @@ class LLM:
             tiered = TieredKV(
                 spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
             )
-            layers.append(
-                HybridAttention(layer, spec, tiered, self._worker, self._transfer, mode == "lookahead")
-            )
+            layers.append(HybridAttention(layer, spec, tiered, self._worker, self._transfer, mode == "lookahead"))
         return layers

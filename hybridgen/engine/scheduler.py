@@ -16,10 +16,7 @@ class FixedSchedule:
 
     def __init__(self, modes: Sequence[LayerMode], rule: KeepRule, probe_interval: int) -> None:
         self._plain = StepPlan(
-            tuple(
-                LayerPlan("resident", None) if mode == "resident" else LayerPlan("post_qkt", rule)
-                for mode in modes
-            )
+            tuple(LayerPlan("resident", None) if mode == "resident" else LayerPlan("post_qkt", rule) for mode in modes)
         )
         self._tiered = [layer for layer, mode in enumerate(modes) if mode != "resident"]
         self._probe_interval = probe_interval

@@ -57,6 +57,7 @@ def host_shape(spec: LayerSpec, batch: int, layout: WindowLayout, capacity: int)
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor."""
     size = dtype.itemsize
     for dim in shape:
         size *= dim

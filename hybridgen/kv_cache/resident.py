@@ -12,9 +12,7 @@ from hybridgen.models.spec import LayerSpec
 class ResidentKV:
     """[B, Hkv, capacity, head_dim] on the device; rows beyond a sequence's length are zero, never read."""
 
-    def __init__(
-        self, spec: LayerSpec, batch: int, capacity: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: LayerSpec, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = device_shape(spec, batch, capacity)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)

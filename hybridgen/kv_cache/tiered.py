@@ -116,9 +116,7 @@ class TieredKV:
                 row += slots.stop - slots.start
             if host > held:
                 target = remote.device_view[sequence, :, held:host]
-                self._arriving.append(
-                    self._transfer.copy(target, new[:, sinks + held : sinks + host], "d2h")
-                )
+                self._arriving.append(self._transfer.copy(target, new[:, sinks + held : sinks + host], "d2h"))
         self.bias[sequence] = -math.inf
         self.bias[sequence, 0, 0, : min(sinks, length)] = 0.0
         for slots in self._ring_slices(host, max(0, length - sinks - host)):

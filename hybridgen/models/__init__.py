@@ -30,4 +30,5 @@ def family_of(name: str, config: Mapping[str, Any]) -> type[DecoderModel]:
 
 
 def spec_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """The shape that a Hugging Face config describes."""
     return family_of(name, config).spec_from_config(name, config)

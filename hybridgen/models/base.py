@@ -65,8 +65,7 @@ class DecoderModel(ABC):
     def positions(self, index: Tensor) -> Positions:
         """Rotary tables for positions [T], int64 on the device."""
         tables = {
-            rope: rotary_tables(index, frequencies, self.dtype)
-            for rope, frequencies in enumerate(self._frequencies)
+            rope: rotary_tables(index, frequencies, self.dtype) for rope, frequencies in enumerate(self._frequencies)
         }
         return Positions(index, tables)
 

@@ -8,8 +8,8 @@ Resolution has two phases, so that the memory plan is made before any byte is fe
     with open_checkpoint(directory) as checkpoint:
         checkpoint.tensor("model.norm.weight")
 
-A hub id whose shape is not known (`location.config is None`) needs `fetch_config` before the plan. The model is
-built from `checkpoint.config`, which may know more than `location.config` (RoPE factors of a GGUF file).
+A hub id whose shape is not known (`location.config is None`) needs `fetch_config` before the plan. The
+model is built from `checkpoint.config`: it may know more than `location.config` (a GGUF file's RoPE factors).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from hybridgen.models.spec import RopeScaling, RopeSpec
 
 
 def require(name: str, config: Mapping[str, Any], key: str) -> Any:
+    """A field without which a model has no shape; CheckpointError if it is missing."""
     if config.get(key) is None:
         raise CheckpointError(f"model {name}: its config has no {key!r}")
     return config[key]

@@ -115,6 +115,7 @@ def convert(path: Path) -> Path:
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write to {final.parent}: {error}; {remedy}") from error
+    _parse_version.cache_clear()  # the file is not needed again
     return final
 
 

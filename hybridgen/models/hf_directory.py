@@ -156,9 +156,7 @@ class HFDirectory:
         dtype = count.most_common(1)[0][0]
         if dtype not in _DTYPES.values():
             allowed = ", ".join(_DTYPES.values())
-            raise CheckpointError(
-                f"{self._path}: weights of type {dtype} are not supported (allowed: {allowed})"
-            )
+            raise CheckpointError(f"{self._path}: weights of type {dtype} are not supported (allowed: {allowed})")
         return dtype
 
 

@@ -56,6 +56,7 @@ def fetch_config(hub_id: str, deadline_s: float = DEADLINE_S) -> Path:
     def fetch() -> Path:
         from huggingface_hub import hf_hub_download
 
+        _file_sizes(hub_id)  # fails at once where there is no network; a download would retry, noisily
         return Path(hf_hub_download(hub_id, "config.json")).parent
 
     return _ask(hub_id, fetch, deadline_s)
@@ -142,9 +143,7 @@ def _ask(hub_id: str, question: Callable[[], T], deadline_s: float) -> T:
         answer: T = outcome["answer"]
         return answer
     if "error" not in outcome:
-        raise HubUnavailableError(
-            f"the hub gave no answer for {hub_id} within {deadline_s:g} s; {_ALTERNATIVES}"
-        )
+        raise HubUnavailableError(f"the hub gave no answer for {hub_id} within {deadline_s:g} s; {_ALTERNATIVES}")
     error = outcome["error"]
     refusal = _refusal(hub_id, error)
     if refusal is not None:

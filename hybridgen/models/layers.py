@@ -57,9 +57,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSp
     if tokens == 1:
         out = F.scaled_dot_product_attention(q, k, v, scale=layer.scale, enable_gqa=shares_heads)
     elif tokens == length:
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=shares_heads
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=shares_heads)
     else:
         mask: Tensor
         if q.is_cuda:
@@ -68,7 +66,5 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSp
             mask = causal_lower_right(tokens, length)
         else:
             mask = torch.ones(tokens, length, dtype=torch.bool, device=q.device).tril(length - tokens)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=shares_heads
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=shares_heads)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, -1)

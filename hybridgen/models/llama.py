@@ -20,6 +20,8 @@ from hybridgen.types import Positions
 
 
 class LlamaModel(DecoderModel):
+    """Llama, SmolLM2 and Qwen2.5."""
+
     family = "llama"
 
     @staticmethod
@@ -68,9 +70,7 @@ class LlamaModel(DecoderModel):
         projections = [f"{prefix}.self_attn.{which}_proj" for which in "qkv"]
         tensors = {
             "attn_norm": TensorSource((hidden,), (f"{prefix}.input_layernorm.weight",)),
-            "qkv": TensorSource(
-                (q_width + 2 * kv_width, hidden), tuple(f"{name}.weight" for name in projections)
-            ),
+            "qkv": TensorSource((q_width + 2 * kv_width, hidden), tuple(f"{name}.weight" for name in projections)),
             "out": TensorSource((hidden, q_width), (f"{prefix}.self_attn.o_proj.weight",)),
             "mlp_norm": TensorSource((hidden,), (f"{prefix}.post_attention_layernorm.weight",)),
             "gate_up": TensorSource(
@@ -79,9 +79,7 @@ class LlamaModel(DecoderModel):
             "down": TensorSource((hidden, ffn), (f"{prefix}.mlp.down_proj.weight",)),
         }
         if spec.qkv_bias:
-            tensors["qkv_bias"] = TensorSource(
-                (q_width + 2 * kv_width,), tuple(f"{name}.bias" for name in projections)
-            )
+            tensors["qkv_bias"] = TensorSource((q_width + 2 * kv_width,), tuple(f"{name}.bias" for name in projections))
         return tensors
 
     def embed(self, tokens: Tensor, positions: Positions) -> Tensor:

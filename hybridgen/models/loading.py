@@ -82,9 +82,7 @@ def random_weights(
     return _collect(family, spec, make)
 
 
-def _collect(
-    family: type[DecoderModel], spec: ModelSpec, make: Callable[[str, TensorSource], Tensor]
-) -> ModelWeights:
+def _collect(family: type[DecoderModel], spec: ModelSpec, make: Callable[[str, TensorSource], Tensor]) -> ModelWeights:
     def tensors(sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
         return {name: make(name, source) for name, source in sources.items()}
 

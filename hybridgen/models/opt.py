@@ -19,6 +19,8 @@ POSITION_OFFSET = 2  # the first two rows of OPT's position table are padding
 
 
 class OPTModel(DecoderModel):
+    """OPT with pre-norm and as wide embeddings as hidden states (all sizes but 350M)."""
+
     family = "opt"
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights, device: torch.device, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ these descriptions and nothing else. No code may assume that all layers are alik
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +51,7 @@ class LayerSpec:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V that one token of one sequence takes in this layer."""

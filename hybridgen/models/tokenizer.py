@@ -38,9 +38,7 @@ class _PreTokenizer:
 PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
-    "llama-bpe": _PreTokenizer(
-        "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _REST)), whole_words_first=True
-    ),
+    "llama-bpe": _PreTokenizer("|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _REST)), whole_words_first=True),
     "qwen2": _PreTokenizer("|".join((_CONTRACTIONS, _LETTERS, r"\p{N}", _REST)), nfc=True),
 }
 
@@ -48,9 +46,7 @@ PRE_TOKENIZERS = {
 class Tokenizer:
     """A model's tokenizer; `load_tokenizer` makes it."""
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], has_chat_template: bool
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], has_chat_template: bool) -> None:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -162,9 +158,9 @@ def _load_backend(directory: Path, config: dict[str, Any]) -> tokenizers.Tokeniz
             if bos is not None and backend.token_to_id(bos) not in backend.encode("").ids:
                 _add_bos(backend, bos)
             return backend
-        if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            if config.get("tokenizer_class", "GPT2Tokenizer") in ("GPT2Tokenizer", "GPT2TokenizerFast"):
-                return _gpt2_files(directory, config, bos)
+        is_gpt2 = config.get("tokenizer_class", "GPT2Tokenizer") in ("GPT2Tokenizer", "GPT2TokenizerFast")
+        if is_gpt2 and all((directory / name).is_file() for name in ("vocab.json", "merges.txt")):
+            return _gpt2_files(directory, config, bos)
         if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json")):
             return _through_transformers(directory)
     except Exception as error:  # tokenizers raises bare Exception, transformers several kinds

@@ -62,9 +62,7 @@ class HostSlab:
             raise ValueError(f"the slab has {self._bytes.numel() - self._used} bytes left, {size} are asked for")
         piece = slice(self._used, end)
         self._used += padded_bytes(shape, dtype)
-        return HostBuffer(
-            self._bytes[piece].view(dtype).view(shape), self._device_bytes[piece].view(dtype).view(shape)
-        )
+        return HostBuffer(self._bytes[piece].view(dtype).view(shape), self._device_bytes[piece].view(dtype).view(shape))
 
 
 class _DevicePointer:

@@ -110,9 +110,7 @@ class LogitWorker:
             copied.wait()
         else:
             self._transfer.call_after(copied, *self._pool.start_call(job))
-        self._telemetry.count_bytes(
-            "cpu_read", sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size()
-        )
+        self._telemetry.count_bytes("cpu_read", sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size())
         return ScanTicket(self, job, buffers, layer, max(lengths))
 
     def close(self) -> None:

@@ -86,9 +86,6 @@ class TransferEngine(ABC):
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
         """Have some thread call `function(data)` once the ticket's transfer is done."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has done everything issued so far."""
-
 
 class ImmediateTransfer(TransferEngine):
     """Everything is done when `issue` returns."""
@@ -184,9 +181,6 @@ class CudaTransfer(TransferEngine):
         )
         if status != 0:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {status}")
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
 
 
 def make_transfer(kind: str, device: torch.device, telemetry: Telemetry) -> TransferEngine:

@@ -59,6 +59,7 @@ class MemoryPlan:
 
 
 def format_bytes(size: int) -> str:
+    """For people: GiB or MiB."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     return f"{size / 1024**2:.1f} MiB"

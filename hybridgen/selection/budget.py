@@ -64,7 +64,7 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
 
     most_each = torch.tensor(most, device=device).view(-1, 1).expand(covered.shape[:2])
     counts = most_each
-    if rule.mass is not None:
+    if rule.mass is not None and rule.mass < 1.0:  # all of the mass needs all of the tokens, rounding or not
         needed = (local_p.unsqueeze(-1) + covered - p < rule.mass).sum(-1)
         floor = torch.tensor([min(n, rule.min_keep) for n in lengths], device=device).view(-1, 1)
         counts = torch.minimum(torch.maximum(needed, floor), most_each)

@@ -55,9 +55,7 @@ def test_dense_model_equals_transformers(zoo: ModelZoo, name: str) -> None:
     ids=["keep 1.0", "off", "mass 1.0", "window >= prompt", "all exact"],
 )
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_full_budget_decode_equals_transformers(
-    zoo: ModelZoo, name: str, settings: Settings, prompt: int
-) -> None:
+def test_full_budget_decode_equals_transformers(zoo: ModelZoo, name: str, settings: Settings, prompt: int) -> None:
     model = zoo.dense(name)
     tokens = random_tokens(model.vocab_size, prompt + 70, seed=6)
     theirs = hf_logits(zoo, name, tokens, torch.float64)

@@ -25,7 +25,10 @@ from transformers import (
     OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    logging,
 )
+
+logging.disable_progress_bar()
 
 MAX_POSITIONS = 1024
 QUERY_KEY_GAIN = 1.8

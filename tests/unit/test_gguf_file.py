@@ -126,7 +126,7 @@ def write(file: Path, model: Any, arch: str = "llama", qtype: Any = Types.F32, *
             writer.add_add_bos_token(options["add_bos"])
     options.get("metadata", lambda _: None)(writer)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings or name in options.get("leave_out", ()):
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or name in options.get("leave_out", ()):
             continue
         values = gguf_order(name, tensor.float().numpy(), arch)
         if values.ndim == 1 or qtype == Types.F32:
@@ -219,11 +219,12 @@ def test_linear_rope_scaling_becomes_factors(tmp_path: Path) -> None:
 def test_config(tmp_path: Path) -> None:
     original = llama(rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     config = read_config(write(tmp_path / "m.gguf", original))
-    for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                  "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
-                  "attention_bias", "tie_word_embeddings", "architectures"):  # fmt: skip
-        expected = getattr(original.config, field) if field != "architectures" else ["LlamaForCausalLM"]
-        assert config[field] == expected, field
+    fields = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+        vocab_size rms_norm_eps max_position_embeddings attention_bias tie_word_embeddings"""
+    for field in fields.split():
+        assert config[field] == getattr(original.config, field), field
+    assert config["head_dim"] == HIDDEN // HEADS
+    assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["rope_theta"] == 5e5
     assert (config["torch_dtype"], config["eos_token_id"]) == ("float32", byte_tokens().index("<|end|>"))
 
@@ -264,8 +265,15 @@ def test_cuts(pre: str, text: str, pieces: list[str]) -> None:
     assert cut == pieces
 
 
-@pytest.mark.parametrize(("pre", "add_bos", "expected"), [("smollm", None, False), ("smollm", True, True),
-                                                          ("llama-bpe", None, True), ("llama-bpe", False, False)])  # fmt: skip
+BOS = [
+    ("smollm", None, False),
+    ("smollm", True, True),
+    ("llama-bpe", None, True),
+    ("llama-bpe", False, False),
+]
+
+
+@pytest.mark.parametrize(("pre", "add_bos", "expected"), BOS)
 def test_bos(tmp_path: Path, pre: str, add_bos: bool | None, expected: bool) -> None:
     options = {} if add_bos is None else {"add_bos": add_bos}
     tokenizer = load_tokenizer(convert(write(tmp_path / "m.gguf", llama(), pre=pre, **options)))

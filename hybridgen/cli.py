@@ -1,0 +1,135 @@
+"""Flags that the commands share, and how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from hybridgen.config import (
+    Config,
+    Setting,
+    Settings,
+    build_config,
+    load_strategy,
+    merge_settings,
+    parse_assignment,
+    strategy_names,
+)
+from hybridgen.errors import ConfigError, HybridGenError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are ConfigErrors: one message, exit status 2, like every other wrong input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def parse_tokens(text: str) -> int:
+    """`2048`, `2k`, `32k` (k = 1024)."""
+    number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 2048 or 32k")
+    return int(number) * unit
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `24GiB`, `500MiB`, `24g` (powers of 1024; `GB` is 1000**3)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GiB")
+    unit = (match[3] or "").lower()
+    base = 1000 if unit == "b" and match[2] else 1024
+    return math.floor(float(match[1]) * float(base ** _POWERS[match[2].lower()]))
+
+
+def parse_keep(text: str) -> float | int:
+    """A fraction if there is a decimal point, a count otherwise."""
+    try:
+        number: float | int = float(text) if "." in text else int(text)
+        return number
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction such as 0.1 nor a count") from None
+
+
+def parse_share(text: str) -> float | str:
+    """`auto` or a fraction."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a fraction in [0, 1]") from None
+
+
+# flag, dotted setting, how its text is read, metavar, help
+_FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
+    ("--model", "model.name", str, "M", "alias, Hugging Face directory, .gguf file or hub id (default smollm2-135m)"),
+    ("--seq", "run.seq", parse_tokens, "N", "prompt tokens: 2048, 2k, 32k (default 32k on CUDA, 2k on the CPU)"),
+    ("--gen", "run.gen", parse_tokens, "N", "tokens to generate (default 32)"),
+    ("--batch", "run.batch", int, "N", "sequences (default 1)"),
+    ("--seed", "run.seed", int, "N", "of the document, of sampling and of random weights (default 0)"),
+    ("--device", "runtime.device", str, "D", "auto, cpu or cuda"),
+    ("--dtype", "model.dtype", str, "D", "auto, float32, float16 or bfloat16"),
+    ("--weights", "model.weights", str, "W", "real, random or auto"),
+    ("--weights-on-gpu", "placement.weights_on_gpu", parse_share, "F", "share of the weights' bytes; only 1.0 so far"),
+    ("--gpu-memory", "placement.gpu_memory_bytes", parse_size, "SIZE", "for example 24GiB (default 0.9 of what is free)"),
+    ("--gpu-window", "cache.gpu_window", parse_tokens, "N", "recent tokens on the device (default 512)"),
+    ("--keep", "selection.keep", parse_keep, "F|N", "host tokens kept: a fraction with a decimal point, or a count"),
+    ("--keep-mass", "selection.keep_mass", float, "M", "attention mass that what is attended must hold"),
+    ("--min-keep", "selection.min_keep", int, "N", "never keep fewer host tokens than this (default 64)"),
+    ("--lookahead", "attention.lookahead", str, "MODE", "select (choose by the predicted query) or off"),
+    ("--schedule", "schedule.mode", str, "MODE", "fixed"),
+]  # fmt: skip
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """The flags that fill a Config, `--strategy` and `--set`."""
+    for flag, path, read, metavar, help_text in _FLAGS:
+        if flag not in leave_out:
+            parser.add_argument(flag, dest=path, type=read, metavar=metavar, help=help_text)
+    parser.add_argument(
+        "--strategy",
+        default="hybridgen",
+        metavar="NAME|FILE",
+        help=f"a strategy ({', '.join(strategy_names())}) or a YAML file (default hybridgen)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="any setting by its dotted name; repeatable",
+    )
+
+
+def given_settings(arguments: argparse.Namespace) -> Settings:
+    """What was given, merged: flag > --set > strategy file."""
+    assigned: Settings = {}
+    for text in arguments.set:
+        assigned |= parse_assignment(text)
+    flags = {
+        path: Setting(value, flag) for flag, path, *_ in _FLAGS if (value := getattr(arguments, path, None)) is not None
+    }
+    return merge_settings(load_strategy(arguments.strategy), assigned, flags)
+
+
+def config_from(arguments: argparse.Namespace) -> Config:
+    """The checked Config of parsed flags."""
+    return build_config(given_settings(arguments))
+
+
+def run_command(command: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a command; a wrong input is one line on stderr and exit status 2."""
+    try:
+        return command(list(sys.argv[1:] if argv is None else argv))
+    except HybridGenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,105 @@
+"""Does the job fit? Decided from the plan alone, before anything is fetched or allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridgen.config import Config
+from hybridgen.engine import build
+from hybridgen.engine.build import ModelChoice
+from hybridgen.engine.layer_modes import LayerMode, all_resident
+from hybridgen.errors import ConfigError, HybridGenError, InsufficientMemoryError
+from hybridgen.models.checkpoint import aliases
+from hybridgen.models.loading import weight_bytes
+from hybridgen.placement.plan import MemoryPlan
+
+SEQ_STEP = 256  # a suggested --seq is a multiple of this
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A plan that fits, each layer's mode, and what the user should be told."""
+
+    plan: MemoryPlan
+    modes: tuple[LayerMode, ...]
+    notes: list[str]
+    limits: tuple[int | None, int]
+    check_fits: bool  # room for full attention's own cache, to check the answer
+
+    def describe(self) -> str:
+        exact = [str(layer) for layer, mode in enumerate(self.modes) if mode != "lookahead"]
+        kinds = sorted({mode for mode in self.modes if mode != "lookahead"})
+        lines = [self.plan.describe(*self.limits)]
+        if exact and len(exact) < len(self.modes):
+            lines.append(f"exact layers: {', '.join(exact)} ({', '.join(kinds)})")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def admit(
+    choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int, wants_check: bool = False
+) -> Admission:
+    """Plan the job; InsufficientMemoryError holds the plan and the first change that would fit."""
+    if config.placement.weights_on_gpu not in ("auto", 1.0):
+        raise ConfigError(
+            f"--weights-on-gpu {config.placement.weights_on_gpu}: only 1.0 (or auto) so far; "
+            "weights in host memory are not supported yet"
+        )
+    capacity = prompt_tokens + gen
+    notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
+    limits = build.memory_limits(config, choice.device)
+    modes = build.resolve_modes(choice, config, batch, capacity)
+    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    if not plan.fits(*limits):
+        raise InsufficientMemoryError(
+            f"{choice.spec.name} with {batch} x {capacity} tokens in {_name(choice.dtype)} does not fit\n"
+            f"{plan.describe(*limits)}\nwhat would fit: {_suggestion(choice, config, prompt_tokens, gen, batch)}"
+        )
+    full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
+    if choice.device.type == "cuda" and set(modes) != {"resident"} and full.fits(*limits):
+        notes.append("all KV would fit on this device: --strategy full needs no host tier")
+    check_fits = False
+    if wants_check:
+        checked = MemoryPlan(plan.device_is_host, dict(plan.device), dict(plan.host))
+        checked.device["full attention's KV (answer check)"] = full.device["KV of resident layers"]
+        check_fits = checked.fits(*limits)
+        if check_fits:
+            plan = checked
+        else:
+            notes.append("no memory for full attention's own cache: the answer is not checked against it")
+    return Admission(plan, modes, notes, limits, check_fits)
+
+
+def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int) -> str:
+    """The first of: a smaller --seq, a smaller --dtype, a smaller model."""
+
+    def fits(candidate: ModelChoice, tokens: int) -> bool:
+        modes = build.resolve_modes(candidate, config, batch, tokens + gen)
+        plan = build.plan_memory(candidate, config, modes, batch, tokens + gen)
+        return plan.fits(*build.memory_limits(config, candidate.device))
+
+    low, high = 0, prompt_tokens // SEQ_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(choice, middle * SEQ_STEP) else (low, middle - 1)
+    if low:
+        return f"--seq {low * SEQ_STEP}"
+    if choice.dtype == torch.float32 and fits(choice.with_dtype(torch.bfloat16), prompt_tokens):
+        return "--dtype bfloat16"
+    sizes: list[tuple[int, str]] = []
+    for alias in aliases():
+        named = replace(config, model=replace(config.model, name=alias))
+        try:
+            other = build.choose_model(named)
+        except HybridGenError:
+            continue
+        if other.spec.name != choice.spec.name and fits(other, min(prompt_tokens, other.spec.max_positions - gen)):
+            sizes.append((weight_bytes(other.family, other.spec, other.dtype), alias))
+    if sizes:
+        return f"a smaller model: --model {max(sizes)[1]}"
+    return "nothing on this machine"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,173 @@
+"""The JSON report of a run: contracts.md, "Report". Fields that a run cannot know are null."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridgen import __version__
+from hybridgen.engine.generation import Generation
+from hybridgen.engine.llm import LLM
+from hybridgen.errors import ConfigError
+from hybridgen.placement.plan import MemoryPlan
+from hybridgen.telemetry import StepTimings
+
+
+def build_report(
+    llm: LLM,
+    generation: Generation,
+    prompt_ids: Sequence[Sequence[int]],
+    text: list[str] | None,
+    prefill_s: float,
+    plan: MemoryPlan,
+    strategy: str,
+    allocations: int | None,
+) -> dict[str, Any]:
+    """Everything contracts.md asks for, from what was measured. Bytes and times are per decode step."""
+    steps = generation.steps
+    milliseconds = [step.step_ms for step in steps]
+    attended = generation.statistics.summary()
+    generated = [len(ids) for ids in generation.output_ids]
+    decode_s = sum(milliseconds) / 1e3
+    lookahead = llm.config.attention.lookahead == "select"
+    return {
+        "model": llm.spec.name,
+        "weights": llm.weights.kind,
+        "weights_random_because": llm.weights.random_reason,
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "strategy": strategy,
+        "batch": len(prompt_ids),
+        "prompt_tokens": [len(ids) for ids in prompt_ids],
+        "prompt_ids": [list(ids) for ids in prompt_ids],
+        "generated_tokens": generated,
+        "output_ids": generation.output_ids,
+        "ended_by": generation.ended_by,
+        "text": text,
+        "prefill_s": prefill_s,
+        "decode_ms_per_token": _spread(milliseconds),
+        "tokens_per_s": (sum(generated) - len(generated)) / decode_s if decode_s else None,
+        "stage_ms_per_layer": _stages(steps),
+        "limit_ms": None,
+        "gpu_idle_fraction": None,
+        "bytes_per_token": {
+            direction: statistics.fmean(step.bytes_moved.get(direction, 0) for step in steps) if steps else None
+            for direction in ("h2d", "d2h", "cpu_read")
+        },
+        "budget": attended["budget"],
+        "covered_mass": {
+            "mean": attended["mass_mean"],
+            "min": attended["mass_min"],
+            "kind": "predicted" if lookahead else "exact",
+            "true_probe": attended["mass_true"],
+        },
+        "kept_fraction": attended["kept_fraction"],
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if llm.device.type == "cuda" else None,
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "allocations_in_decode": allocations,
+        "memory_plan": plan.to_dict(),
+        "scheduler": {"steps": _planned(llm, len(steps))},
+        "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
+        "config": llm.config.to_dict(),
+        "versions": {
+            "hybridgen": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": _machine(llm),
+        "commit": _commit(),
+    }
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Written beside the target and renamed, so that a killed run never leaves half a report."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(report, file, indent=1)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"--report {path}: {error.strerror or error}") from None
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    if not values:
+        return {"median": None, "p90": None, "mean": None}
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "mean": statistics.fmean(ordered),
+    }
+
+
+def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
+    """Mean milliseconds per layer that has the stage, by stage."""
+    totals: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for stage, layers in step.stage_ms.items():
+            totals[stage] += layers.values()
+    return {stage: statistics.fmean(values) for stage, values in totals.items()}
+
+
+def _planned(llm: LLM, steps: int) -> list[dict[str, Any]]:
+    """The plan of each step, equal neighbours (steps and layers) written once with a count."""
+    coded: list[dict[str, Any]] = []
+    for step in range(steps):
+        layers: list[dict[str, Any]] = []
+        for plan in llm.schedule.plan(step).layers:
+            entry = {
+                "mode": plan.mode,
+                "keep": None if plan.keep is None else vars(plan.keep),
+                "scan_tokens": plan.scan_tokens,
+                "full_scan": plan.mode == "post_qkt" and plan.scan_tokens is None,
+            }
+            if layers and {key: layers[-1][key] for key in entry} == entry:
+                layers[-1]["count"] += 1
+            else:
+                layers.append({**entry, "count": 1})
+        if coded and coded[-1]["layers"] == layers:
+            coded[-1]["steps"] += 1
+        else:
+            coded.append({"steps": 1, "layers": layers})
+    return coded
+
+
+def _machine(llm: LLM) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    gpu = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else None
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": cores,
+        "torch_threads": torch.get_num_threads(),
+        "worker_threads": llm.worker_threads,
+        "scans_by_isa": llm.scans_by_isa,
+        "gpu": gpu,
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, if the code runs from one."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

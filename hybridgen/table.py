@@ -1,0 +1,67 @@
+"""The short table at the end of a run, from the report alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridgen.placement.plan import format_bytes
+
+_STAGES = ("predict", "qkv", "scan", "scan_wait", "choose", "fetch", "attention", "mlp")
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """One line a figure; what is not known is left out."""
+    decode, mass = report["decode_ms_per_token"], report["covered_mass"]
+    rows: list[tuple[str, str]] = [
+        (
+            "model",
+            f"{report['model']} ({report['weights']} weights), {report['dtype']} on {report['device']}",
+        ),
+        (
+            "strategy",
+            f"{report['strategy']}, {report['batch']} x {max(report['prompt_tokens'])} prompt tokens",
+        ),
+        ("prefill", f"{report['prefill_s']:.2f} s"),
+    ]
+    if decode["median"] is not None:
+        rows += [
+            ("decode", f"{decode['median']:.1f} ms/token median, {decode['p90']:.1f} p90"),
+            ("throughput", f"{report['tokens_per_s']:.2f} tokens/s"),
+        ]
+        stages = report["stage_ms_per_layer"]
+        rows.append(("ms per layer", ", ".join(f"{name} {stages[name]:.3f}" for name in _STAGES if name in stages)))
+        moved = report["bytes_per_token"]
+        rows.append(
+            (
+                "per token",
+                f"{format_bytes(int(moved['cpu_read']))} of keys scanned, {format_bytes(int(moved['h2d']))} to "
+                f"and {format_bytes(int(moved['d2h']))} from the device",
+            )
+        )
+        rows.append(("budget", f"{report['budget']:.3f} of the context attended"))
+    if mass["mean"] is not None:
+        true = "" if mass["true_probe"] is None else f", by the true query {mass['true_probe']:.4f} (probes)"
+        rows.append(("covered mass", f"mean {mass['mean']:.4f}, least {mass['min']:.4f} ({mass['kind']}){true}"))
+        rows.append(("kept", f"{report['kept_fraction']:.3f} of the host tier"))
+    if report["peak_gpu_bytes"] is not None:
+        rows.append(("peak device memory", format_bytes(report["peak_gpu_bytes"])))
+    rows.append(("peak host memory", format_bytes(report["peak_host_bytes"])))
+    rows += _answer_rows(report.get("answer"))
+    return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+
+def _answer_rows(answer: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if answer is None:
+        return []
+    if not answer["judged"]:
+        return [("answer", answer["why"])]
+    rows = []
+    for index, expected in enumerate(answer["expected"]):
+        verdict = "right" if answer["right"][index] else "wrong"
+        tier = "host tier" if answer["fact_in_host_tier"][index] else "device window or on its edge"
+        text = f"{verdict} (expected {expected}; the fact lies in the {tier})"
+        if "full_attention" in answer:
+            agrees = "right" if answer["full_attention_right"][index] else "wrong"
+            text += f"; full attention: {agrees}"
+        rows.append(("answer", text))
+    return rows

@@ -1,0 +1,61 @@
+"""Kernels read and write nothing beside their rows: data ends at, or begins behind, pages without access."""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridgen import _C
+from tests.kernels.scan_case import ISAS, KEY_TYPES, ScanCase
+
+PAGE = 4096
+ROOT = Path(__file__).parents[2]
+
+
+def between_guards(data: np.ndarray, at_end: bool) -> int:
+    """The address of a copy of `data` that ends (or begins) where an inaccessible page begins (or ends)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    pages = -(-data.nbytes // PAGE)
+    base = libc.mmap(None, (pages + 2) * PAGE, 0, 0x22, -1, 0)  # PROT_NONE, private, anonymous
+    assert libc.mprotect(base + PAGE, pages * PAGE, 3) == 0
+    address = base + PAGE + (pages * PAGE - data.nbytes if at_end else 0)
+    ctypes.memmove(address, data.ctypes.data, data.nbytes)
+    return address
+
+
+def scan_between_guards(isa: str) -> None:
+    """Runs in a process of its own, because a stray access ends it."""
+    worker = _C.ScanWorker(1, isa=isa)
+    for key_type in KEY_TYPES:
+        for head_dim in (8, 40, 128):
+            for group in (1, 2, 3, 8, 9):
+                for length in (1, 15, 16, 17, 100):
+                    for at_end in (True, False):
+                        case = ScanCase(key_type, [length], 1, group, head_dim)
+                        keys = between_guards(np.ascontiguousarray(case.keys[0, 0, :length]), at_end)
+                        query = between_guards(case.query, at_end)
+                        out = between_guards(np.zeros((group, length), np.float32), at_end)
+                        job = worker.submit(
+                            query, keys, out, key_type, group, 1, head_dim, [length],
+                            (0, 0, head_dim), (0, length), case.scale,
+                        )  # fmt: skip
+                        worker.wait(job)
+                        ctypes.memmove(case.query.ctypes.data, query, case.query.nbytes)
+                        got = (ctypes.c_float * (group * length)).from_address(out)
+                        case.out[0, :, :length] = np.array(got).reshape(group, length)
+                        case.check()
+    worker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux' mmap flags")
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_access_outside_the_rows(isa):
+    code = f"from tests.kernels.test_guard_pages import scan_between_guards as f; f({isa!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"exit {result.returncode}: {result.stderr[-2000:]}"

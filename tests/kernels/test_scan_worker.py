@@ -1,0 +1,368 @@
+"""The pool: order, held jobs, waiting, closing, errors."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridgen import _C
+from tests.kernels.scan_case import ScanCase
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=[0, 1, 2])
+def worker(request):
+    worker = _C.ScanWorker(request.param)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def case():
+    return ScanCase("float16", [700, 0, 65], 2, 3, 64)
+
+
+def start_later(worker, job, delay=0.05):
+    """Starts a held job from a thread that knows only C, as CUDA's callback thread does."""
+    function, data = worker.start_call(job)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)  # releases the GIL around the call
+    thread = threading.Timer(delay, call, [data])
+    thread.start()
+    return thread
+
+
+def wait_for(condition, seconds=20.0):
+    until = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < until
+        time.sleep(0.001)
+
+
+def test_threads_and_times(worker, case):
+    before = time.perf_counter()
+    start, end = worker.wait(case.submit(worker))
+    assert before <= start <= end <= time.perf_counter()
+    case.check()
+
+
+def test_done_without_waiting(case):
+    worker = _C.ScanWorker(2)
+    job = case.submit(worker)
+    wait_for(lambda: worker.done(job))
+    case.check()
+    worker.wait(job)
+    worker.close()
+
+
+@pytest.mark.parametrize("help_", [False, True])
+def test_many_jobs_in_flight(worker, help_):
+    cases = [ScanCase("bfloat16", [5 * i, 200], 2, 1 + i % 5, 64) for i in range(60)]
+    for _ in range(3):  # slots are used again
+        jobs = [c.submit(worker) for c in cases]
+        assert len(set(jobs)) == len(jobs)
+        for job in jobs[::2] + jobs[1::2][::-1]:
+            worker.wait(job, help=help_)
+        for c in cases:
+            c.check()
+            c.forget()
+    assert sum(worker.jobs_by_isa.values()) == 180
+
+
+def test_threads_of_python_share_a_worker(worker):
+    cases = [ScanCase("float32", [300], 2, 2, 40) for _ in range(8)]
+    threads = [threading.Thread(target=lambda c=c: worker.wait(c.submit(worker))) for c in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for c in cases:
+        c.check()
+
+
+def test_empty_job(worker):
+    case = ScanCase("float32", [0, 0], 1, 1, 8)
+    start, end = worker.wait(case.submit(worker))
+    assert start == end
+    case.check()
+
+
+def test_held_job_waits_for_start(worker, case):
+    job = case.submit(worker, hold=True)
+    other = ScanCase("float32", [80], 1, 1, 64)
+    worker.wait(other.submit(worker))  # overtakes the held one
+    other.check()
+    time.sleep(0.02)
+    assert not worker.done(job)
+    worker.start(job)
+    worker.wait(job)
+    case.check()
+
+
+def test_held_job_reads_the_query_when_it_starts(worker, case):
+    query = case.query.copy()
+    case.query[:] = 0
+    job = case.submit(worker, hold=True)
+    case.query[:] = query
+    worker.start(job)
+    worker.wait(job)
+    case.check()
+
+
+@pytest.mark.parametrize("help_", [False, True])
+def test_start_call_from_another_thread(worker, case, help_):
+    job = case.submit(worker, hold=True)
+    before = time.perf_counter()
+    thread = start_later(worker, job)
+    start, _ = worker.wait(job, help=help_)  # blocks, or the timer would never run
+    assert start - before >= 0.04
+    thread.join()
+    case.check()
+
+
+def test_start_calls_out_of_order(worker):
+    cases = [ScanCase("float16", [100 + i], 1, 2, 64) for i in range(6)]
+    jobs = [c.submit(worker, hold=True) for c in cases]
+    threads = [start_later(worker, job, 0.06 - 0.01 * i) for i, job in enumerate(jobs)]
+    for job, c in zip(jobs, cases, strict=True):
+        worker.wait(job)
+        c.check()
+    for thread in threads:
+        thread.join()
+
+
+def test_late_and_repeated_start_calls_do_nothing(worker, case):
+    job = case.submit(worker, hold=True)
+    function, data = worker.start_call(job)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    worker.start(job)
+    worker.wait(job)
+    held = case.submit(worker, hold=True)  # must not be what the late call starts
+    call(data)
+    call(data)
+    time.sleep(0.01)
+    assert not worker.done(held)
+    worker.start(held)
+    worker.wait(held)
+    late = case.submit(worker, hold=True)
+    function, data = worker.start_call(late)
+    worker.close()
+    del worker
+    call(data)
+
+
+def test_start_errors(worker, case):
+    job = case.submit(worker)
+    for start in (worker.start, worker.start_call):
+        with pytest.raises(ValueError, match=f"job={job}: must be a held job"):
+            start(job)
+        with pytest.raises(ValueError, match="job=12345: unknown"):
+            start(12345)
+    worker.wait(job)
+    held = case.submit(worker, hold=True)
+    worker.start_call(held)
+    with pytest.raises(ValueError, match="without a start call"):
+        worker.start_call(held)
+
+
+def test_waiting_twice_and_unknown_jobs(worker, case):
+    job = case.submit(worker)
+    worker.wait(job)
+    for call in (worker.wait, worker.done):
+        for unknown in (job, -1, 0, 7, 1 << 60):
+            with pytest.raises(ValueError, match=f"job={unknown}: unknown, or already waited for"):
+                call(unknown)
+
+
+def test_two_threads_cannot_wait_for_one_job(worker, case):
+    job = case.submit(worker, hold=True)
+    thread = threading.Thread(target=worker.wait, args=(job,))
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(ValueError, match="another thread waits"):
+        worker.wait(job)
+    worker.start(job)
+    thread.join()
+    case.check()
+
+
+def test_close_in_mid_job():
+    """A long queue, a waiter in the middle of it, and a held job's waiter."""
+    worker = _C.ScanWorker(2)
+    cases = [ScanCase("float32", [3000], 4, 4, 128) for _ in range(4)]
+    jobs = [cases[i % 4].submit(worker) for i in range(4000)]  # seconds of work
+    held = cases[0].submit(worker, hold=True)
+    errors = []
+
+    def wait(job, help_):
+        try:
+            worker.wait(job, help=help_)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait, args=a) for a in ((jobs[-1], False), (held, True))]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: worker.done(jobs[0]))
+    closers = [threading.Thread(target=worker.close) for _ in range(2)]
+    for thread in closers:
+        thread.start()
+    for thread in closers + threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(errors) == 2 and all("was closed before job" in e for e in errors)
+    worker.close()
+    worker.wait(jobs[0])  # what was done before stays known
+    before = cases[3].out.copy()
+    time.sleep(0.02)
+    assert np.array_equal(before, cases[3].out, equal_nan=True)
+    for call in (worker.wait, worker.done, worker.start):
+        with pytest.raises(RuntimeError, match="closed"):
+            call(jobs[-1])
+    with pytest.raises(RuntimeError, match="closed"):
+        cases[0].submit(worker)
+
+
+def test_destruction_closes(case):
+    for _ in range(20):
+        worker = _C.ScanWorker(2)
+        case.submit(worker)
+        case.submit(worker, hold=True)
+        del worker
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux'")
+def test_cores():
+    cores = sorted(os.sched_getaffinity(0))
+    before = {int(t) for t in os.listdir("/proc/self/task")}
+    worker = _C.ScanWorker(3, cores=cores[:2])
+    new = sorted({int(t) for t in os.listdir("/proc/self/task")} - before)
+    assert [os.sched_getaffinity(t) for t in new] == [{cores[i % len(cores[:2])]} for i in range(3)]
+    assert os.sched_getaffinity(0) == set(cores)
+    worker.close()
+    for core in (-1, 1023, 1 << 20):
+        with pytest.raises(ValueError, match=rf"cores\[1\]={core}: must be a core"):
+            _C.ScanWorker(2, cores=[cores[0], core])
+
+
+def exit_code(code: str, **kwargs) -> tuple[int, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+SETUP = """
+import os, sys, threading, time
+from hybridgen import _C
+from tests.kernels.scan_case import ScanCase
+worker = _C.ScanWorker(2)
+case = ScanCase("float32", [3000], 4, 4, 128)
+"""
+
+
+def test_parked_threads_burn_nothing():
+    code = SETUP + (
+        "worker.wait(case.submit(worker))\n"
+        "time.sleep(0.05); before = time.process_time(); time.sleep(0.3)\n"
+        "assert time.process_time() - before < 0.1  # processor time: two spinning threads take up to 0.6\n"
+    )
+    status, output = exit_code(code)
+    assert status == 0, output
+
+
+def test_interpreter_exit_in_mid_job():
+    """With daemon threads inside wait, and a worker that is never collected."""
+    code = SETUP + (
+        "for _ in range(3000): job = case.submit(worker)\n"
+        "held = case.submit(worker, hold=True)\n"
+        "sys.keep = worker\n"
+        "for args in ((job, False), (held, True)):\n"
+        "    threading.Thread(target=worker.wait, args=args, daemon=True).start()\n"
+        "time.sleep(0.01)\n"
+    )
+    status, output = exit_code(code)
+    assert status == 0, output
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_child_of_a_fork_does_not_hang():
+    code = SETUP + (
+        "job = case.submit(worker, hold=True)\n"
+        "if os.fork() == 0:\n"
+        "    for method in (worker.wait, worker.start, worker.done, worker.start_call):\n"
+        "        try: method(job)\n"
+        "        except RuntimeError as error: assert 'fork' in str(error)\n"
+        "        else: os._exit(3)\n"
+        "    worker.close()\n"
+        "    del worker\n"
+        "    own = _C.ScanWorker(1); own.wait(case.submit(own)); case.check()\n"
+        "    sys.exit(0)\n"
+        "status = os.wait()[1]\n"
+        "worker.start(job); worker.wait(job); case.check()\n"
+        "sys.exit(os.waitstatus_to_exitcode(status))\n"
+    )
+    status, output = exit_code(code)
+    assert status == 0, output
+
+
+def test_ctrl_c_ends_a_wait():
+    code = SETUP + (
+        "import signal\n"
+        "job = case.submit(worker, hold=True)\n"
+        f"threading.Timer(0.3, os.kill, [os.getpid(), {int(signal.SIGINT)}]).start()\n"
+        "try: worker.wait(job)\n"
+        "except KeyboardInterrupt: pass\n"
+        "worker.start(job); worker.wait(job); case.check()\n"
+    )
+    status, output = exit_code(code)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": 0}, "query=0: must be a non-null address"),
+        ({"keys": 0}, "keys=0: must be a non-null address"),
+        ({"out": 0}, "out=0: must be a non-null address"),
+        ({"out": 4098}, "out=4098: .* a multiple of 4"),
+        ({"keys": 4097}, "keys=4097: .* a multiple of 2"),
+        ({"key_type": "int8"}, "key_type='int8': must be one of float32, float16, bfloat16"),
+        ({"num_heads": 0}, "num_heads=0: must be a positive multiple of num_kv_heads=2"),
+        ({"num_heads": 5}, "num_heads=5: must be a positive multiple of num_kv_heads=2"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0: must be positive"),
+        ({"head_dim": 0}, "head_dim=0: must be a positive multiple of 8"),
+        ({"head_dim": 60}, "head_dim=60: must be a positive multiple of 8"),
+        ({"lengths": []}, r"len\(lengths\)=0: must be at least 1"),
+        ({"lengths": [3, -1]}, r"lengths\[1\]=-1: must be 0 or more"),
+        ({"key_strides": (-1, 640, 64)}, r"key_strides\[0\] \(batch\)=-1"),
+        ({"key_strides": (1280, -1, 64)}, r"key_strides\[1\] \(head\)=-1"),
+        ({"key_strides": (1280, 640, 63)}, r"key_strides\[2\] \(token\)=63: must be at least head_dim=64"),
+        ({"out_strides": (9, 10)}, r"out_strides\[0\] \(batch\)=9: must be at least the longest length, 10"),
+        ({"out_strides": (60, 9)}, r"out_strides\[1\] \(head\)=9: must be at least the longest length, 10"),
+        ({"scale": float("nan")}, "scale=nan: must be finite"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    good = {
+        "query": 4096, "keys": 4096, "out": 4096, "key_type": "float16", "num_heads": 6, "num_kv_heads": 2,
+        "head_dim": 64, "lengths": [10, 4], "key_strides": (1280, 640, 64), "out_strides": (60, 10),
+        "scale": 1.0, "hold": True,
+    }  # fmt: skip
+    worker = _C.ScanWorker(1)
+    worker.submit(**good)  # held, so nothing is read
+    with pytest.raises(ValueError, match=message):
+        worker.submit(**(good | change))
+
+
+@pytest.mark.parametrize("threads", [-1, 5000])
+def test_wrong_thread_count(threads):
+    with pytest.raises(ValueError, match=f"threads={threads}: must be between 0 and 1024"):
+        _C.ScanWorker(threads)
