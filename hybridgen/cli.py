@@ -78,7 +78,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--dtype", "model.dtype", str, "D", "auto, float32, float16 or bfloat16"),
     ("--weights", "model.weights", str, "W", "real, random or auto"),
     ("--weights-on-gpu", "placement.weights_on_gpu", parse_share, "F", "share of the weights' bytes; only 1.0 so far"),
-    ("--gpu-memory", "placement.gpu_memory_bytes", parse_size, "SIZE", "for example 24GiB (default 0.9 of what is free)"),
+    ("--gpu-memory", "placement.gpu_memory_bytes", parse_size, "SIZE", "such as 24GiB (default 0.9 of what is free)"),
     ("--gpu-window", "cache.gpu_window", parse_tokens, "N", "recent tokens on the device (default 512)"),
     ("--keep", "selection.keep", parse_keep, "F|N", "host tokens kept: a fraction with a decimal point, or a count"),
     ("--keep-mass", "selection.keep_mass", float, "M", "attention mass that what is attended must hold"),

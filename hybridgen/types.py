@@ -51,6 +51,7 @@ class TokenSelection:
 
     rows: int64 [B, Hkv, K], rows of the host tier (token position - sinks), best first.
     counts: int64 [B, Hkv], how many of them are kept; the rest of `rows` is padding (valid rows).
+    padding: bool [B, Hkv, 1, K], true where `rows` is padding.
     host_lengths: rows of each sequence that were in the host tier when the scan was submitted.
     mass: float32 [B, Hkv], share of the choosing query's probability that sinks, window and the
         kept tokens hold.
@@ -58,6 +59,7 @@ class TokenSelection:
 
     rows: Tensor
     counts: Tensor
+    padding: Tensor
     host_lengths: list[int]
     mass: Tensor
 

@@ -68,30 +68,23 @@ def group_by_kv_head(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.view(batch, num_kv_heads, heads // num_kv_heads, dim)
 
 
-def joint_attention(
-    query: Tensor,
-    parts: list[tuple[Tensor, Tensor, Tensor | None]],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attention_logits(query: Tensor, keys: Tensor, invalid: Tensor | None, scale: float) -> Tensor:
+    """scale * q . k in float32, -inf where `invalid`: query [B, Hkv, G, d], keys [B, Hkv, n, d] -> [B, Hkv, G, n].
+
+    invalid: bool, broadcast against [B, Hkv, 1, n]. What an invalid key holds does not matter.
+    """
+    logits = torch.matmul(query.float(), keys.float().transpose(-1, -2)).mul_(scale)
+    return logits if invalid is None else logits.masked_fill_(invalid, -torch.inf)
+
+
+def joint_attention(logits: list[Tensor], values: list[Tensor]) -> Tensor:
     """One softmax over several pieces of the cache: equal to attention over their concatenation.
 
-    query: [B, Hkv, G, d]. Each part: keys [B, Hkv, n, d], values [B, Hkv, n, d] and a mask that adds
-    to the logits, [B, 1 or Hkv, 1, n] float32 (0 or -inf), or None. Values under -inf must be finite.
-    Returns the context [B, Hkv, G, d] in the query's dtype and the log-sum-exp [B, Hkv, G], float32.
-    Logits and softmax are float32 for every dtype.
+    logits: pieces of [B, Hkv, G, n], float32; values: pieces of [B, Hkv, n, d], finite even where the
+    logit is -inf. Softmax and sums are float32 for every dtype. Returns [B, Hkv, G, d], float32.
     """
-    q = query.float()
-    logits = []
-    for keys, _, bias in parts:
-        part = torch.matmul(q, keys.float().transpose(-1, -2)).mul_(scale)
-        # A masked key may hold anything, so its logit is replaced, not added to.
-        logits.append(part if bias is None else part.masked_fill_(bias == -torch.inf, -torch.inf))
-    joined = torch.cat(logits, dim=-1)
-    log_sum = torch.logsumexp(joined, dim=-1, keepdim=True)
-    weights = torch.exp(joined - log_sum)
-    context = torch.zeros_like(q)
-    start = 0
-    for keys, values, _ in parts:
-        context += torch.matmul(weights[..., start : start + keys.shape[2]], values.float())
-        start += keys.shape[2]
-    return context.to(query.dtype), log_sum.squeeze(-1)
+    weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).split([v.shape[2] for v in values], dim=-1)
+    context = torch.matmul(weights[0], values[0].float())
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        context += torch.matmul(weight, value.float())
+    return context

@@ -11,12 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridgen.attention.base import DecodePlace, LayerAttention, group_by_kv_head, joint_attention
+from hybridgen.attention.base import (
+    DecodePlace,
+    LayerAttention,
+    attention_logits,
+    group_by_kv_head,
+    joint_attention,
+)
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
-from hybridgen.selection.budget import choose, group_probabilities
+from hybridgen.selection.budget import choose, group_probabilities, mask_beyond
 from hybridgen.types import LayerPlan
 
 
@@ -50,7 +56,7 @@ class HybridAttention(LayerAttention):
         if max(self.host_lengths) == 0:
             return
         self._scan = self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
-        self._local_logits = self._logits_of_local(query)
+        self._local_logits = self._local_scores(group_by_kv_head(query, self._spec.num_kv_heads))
 
     def choose(self) -> None:
         if self._scan is None or self._plan is None or self._plan.keep is None:
@@ -73,13 +79,15 @@ class HybridAttention(LayerAttention):
         self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
             grouped = group_by_kv_head(query, self._spec.num_kv_heads)
-            parts: list[tuple[Tensor, Tensor, Tensor | None]] = [(self._kv.keys, self._kv.values, self._kv.bias)]
-            if self._fetch is not None:
-                parts.append((*self._fetch.rows(), self._bias_of_fetched()))
-            context, log_sum = joint_attention(grouped, parts, self._spec.scale)
+            logits, values = [self._local_scores(grouped)], [self._kv.values]
+            if self._fetch is not None and self.selection is not None:
+                keys, fetched_values = self._fetch.rows()
+                logits.append(attention_logits(grouped, keys, self.selection.padding, self._spec.scale))
+                values.append(fetched_values)
+            context = joint_attention(logits, values)
         if plan.probe_mass:
-            self._probe(query, log_sum)
-        return context.reshape(query.shape[0], -1)
+            self._probe(query, logits)
+        return context.to(query.dtype).reshape(query.shape[0], -1)
 
     def age(self) -> None:
         self._kv.age()
@@ -91,28 +99,17 @@ class HybridAttention(LayerAttention):
         self._kv.store(sequence, keys, values)
         return self._kv.pending()
 
-    def _logits_of_local(self, query: Tensor) -> Tensor:
-        """float32 [B, Hkv, G, device rows], -inf where there is no token."""
-        grouped = group_by_kv_head(query, self._spec.num_kv_heads).float()
-        logits = torch.matmul(grouped, self._kv.keys.float().transpose(-1, -2)).mul_(self._spec.scale)
-        return logits.masked_fill_(self._kv.bias == -torch.inf, -torch.inf)
+    def _local_scores(self, grouped: Tensor) -> Tensor:
+        """Logits of sinks and window: float32 [B, Hkv, G, device rows], -inf where there is no token."""
+        return attention_logits(grouped, self._kv.keys, self._kv.empty, self._spec.scale)
 
-    def _bias_of_fetched(self) -> Tensor | None:
-        """-inf for the padding of sequences or heads that keep fewer rows than others."""
-        assert self.selection is not None
-        rows, counts = self.selection.rows, self.selection.counts
-        padding = torch.arange(rows.shape[2], device=rows.device) >= counts.unsqueeze(-1)
-        return torch.zeros(padding.shape, device=rows.device).masked_fill_(padding, -torch.inf).unsqueeze(2)
-
-    def _probe(self, query: Tensor, attended: Tensor) -> None:
-        """Compare what was attended (log-sum-exp [B, Hkv, G]) with all there is, by the true query."""
+    def _probe(self, query: Tensor, attended: list[Tensor]) -> None:
+        """Compare what was attended (its logits) with all there is, by the true query."""
         if self.selection is None:
             return
         lengths = self.selection.host_lengths
         scan = self._worker.submit(query, self._kv.host_keys, lengths, self._spec.scale, self._layer)
-        host = group_by_kv_head(scan.logits(), self._spec.num_kv_heads)
-        valid = torch.tensor(lengths, device=host.device).view(-1, 1, 1, 1)
-        host = host.masked_fill(torch.arange(host.shape[-1], device=host.device) >= valid, -torch.inf)
-        total = torch.logsumexp(torch.cat((self._logits_of_local(query), host), dim=-1), dim=-1)
+        host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), lengths)
+        total = torch.logsumexp(torch.cat((attended[0], host), dim=-1), dim=-1)
         scan.release()
-        self.probed_mass = torch.exp(attended - total).mean(-1)
+        self.probed_mass = torch.exp(torch.logsumexp(torch.cat(attended, dim=-1), dim=-1) - total).mean(-1)

@@ -73,7 +73,7 @@ def build_report(
             "true_probe": attended["mass_true"],
         },
         "kept_fraction": attended["kept_fraction"],
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if llm.device.type == "cuda" else None,
+        "peak_gpu_bytes": _peak_gpu_bytes(llm),
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "allocations_in_decode": allocations,
         "memory_plan": plan.to_dict(),
@@ -155,6 +155,15 @@ def _machine(llm: LLM) -> dict[str, Any]:
         "scans_by_isa": llm.scans_by_isa,
         "gpu": gpu,
     }
+
+
+def _peak_gpu_bytes(llm: LLM) -> int | None:
+    """The most that was allocated, and what the process holds beside it (context, kernels, libraries)."""
+    if llm.device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(llm.device)
+    beside = total - free - torch.cuda.memory_reserved(llm.device)
+    return torch.cuda.max_memory_allocated(llm.device) + beside
 
 
 def _commit() -> str | None:

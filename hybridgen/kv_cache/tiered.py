@@ -7,8 +7,6 @@ that ages is copied while it still belongs to the window, and changes sides in `
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class TieredKV:
         # Zeroed, so that a slot without a token is finite and its weight of zero really is nothing.
         self.keys = torch.zeros(device_shape(spec, batch, layout.rows), dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.bias = torch.full((batch, 1, 1, layout.rows), -math.inf, device=device)
+        self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
         self.host_keys, self.host_values = slab.take(shape, dtype), slab.take(shape, dtype)
         for host in (self.host_keys, self.host_values):
@@ -57,7 +55,7 @@ class TieredKV:
         """One token a sequence: key, value [B, Hkv, d] into `slots` [B] (layout.slot of its position)."""
         self.keys[self._rows, :, slots] = key
         self.values[self._rows, :, slots] = value
-        self.bias[self._rows, 0, 0, slots] = 0.0
+        self.empty[self._rows, 0, 0, slots] = False
         self.lengths = [length + 1 for length in self.lengths]
 
     def age(self) -> None:
@@ -74,7 +72,7 @@ class TieredKV:
         self._arriving.clear()
         for sequence in self._ageing:
             for slots in self._ring_slices(self.host_lengths[sequence], AGEING_BLOCK):
-                self.bias[sequence, 0, 0, slots] = -math.inf
+                self.empty[sequence, 0, 0, slots] = True
             self.host_lengths[sequence] += AGEING_BLOCK
         self._ageing.clear()
         return list(self.host_lengths)
@@ -117,10 +115,10 @@ class TieredKV:
             if host > held:
                 target = remote.device_view[sequence, :, held:host]
                 self._arriving.append(self._transfer.copy(target, new[:, sinks + held : sinks + host], "d2h"))
-        self.bias[sequence] = -math.inf
-        self.bias[sequence, 0, 0, : min(sinks, length)] = 0.0
+        self.empty[sequence] = True
+        self.empty[sequence, 0, 0, : min(sinks, length)] = False
         for slots in self._ring_slices(host, max(0, length - sinks - host)):
-            self.bias[sequence, 0, 0, slots] = 0.0
+            self.empty[sequence, 0, 0, slots] = False
         self.lengths[sequence], self.host_lengths[sequence] = length, host
 
     def pending(self) -> list[Ticket]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 4096
+REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class _DevicePointer:
 
 def _register(memory: Tensor, device: torch.device) -> Tensor:
     cudart: Any = torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), REGISTER_FLAGS))
     if status != 0:
         raise MemoryError(
             f"CUDA refused to register {memory.numel()} bytes of host memory (error {status}); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -21,9 +22,19 @@ def cap(rule: KeepRule, host_length: int) -> int:
     return math.ceil(Fraction(str(rule.keep)) * host_length)
 
 
+@functools.lru_cache(maxsize=4096)
 def most_kept(rule: KeepRule, host_length: int) -> int:
     """The largest K that the rule can give: what staging must hold."""
     return min(host_length, max(rule.min_keep, cap(rule, host_length)))
+
+
+def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
+    """-inf beyond each sequence's host length: host_logits [B, Hkv, G, N]."""
+    longest = host_logits.shape[-1]
+    if min(lengths) == longest:
+        return host_logits
+    valid = torch.tensor(lengths, device=host_logits.device).view(-1, 1, 1, 1)
+    return host_logits.masked_fill(torch.arange(longest, device=host_logits.device) >= valid, -torch.inf)
 
 
 def group_probabilities(local_logits: Tensor, host_logits: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -34,17 +45,10 @@ def group_probabilities(local_logits: Tensor, host_logits: Tensor, lengths: list
     Returns p of the host rows [B, Hkv, N] (0 beyond the length) and the sum of p over the local rows
     [B, Hkv], float32.
     """
-    longest = host_logits.shape[-1]
-    if min(lengths) < longest:
-        valid_lengths = torch.tensor(lengths, device=host_logits.device).view(-1, 1, 1, 1)
-        beyond = torch.arange(longest, device=host_logits.device) >= valid_lengths
-        host_logits = host_logits.masked_fill(beyond, -math.inf)
-    local_lse = torch.logsumexp(local_logits, dim=-1, keepdim=True)
-    host_lse = torch.logsumexp(host_logits, dim=-1, keepdim=True)
-    total = torch.logaddexp(local_lse, host_lse)
-    host = torch.exp(host_logits - total).mean(dim=2)
-    local = torch.exp(local_lse - total).mean(dim=2).squeeze(-1)
-    return host, local
+    logits = torch.cat((local_logits, mask_beyond(host_logits, lengths)), dim=-1)
+    p = torch.softmax(logits, dim=-1).mean(dim=2)
+    local_rows = local_logits.shape[-1]
+    return p[..., local_rows:].contiguous(), p[..., :local_rows].sum(-1)
 
 
 def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) -> TokenSelection:
@@ -77,4 +81,4 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
     last = (counts - 1).clamp(min=0).unsqueeze(-1)
     kept_p = torch.gather(covered, -1, last).squeeze(-1) if covered.shape[-1] else torch.zeros_like(local_p)
     mass = local_p + torch.where(counts > 0, kept_p, 0.0)
-    return TokenSelection(chosen, counts, lengths, mass)
+    return TokenSelection(chosen, counts, ~kept.unsqueeze(2), lengths, mass)

@@ -387,6 +387,8 @@ class DenseSimulation:
             if layer in follow:
                 record.problems.append("has a choice, but all of its tokens are on the device")
             return own
+        if record.host_length == 0 and not any(follow.get(layer, [])):
+            return own
         if layer not in follow or len(follow[layer]) != len(own):
             record.problems.append("has no choice for every KV head")
             return own

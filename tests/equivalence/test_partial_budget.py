@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.equivalence.against_engine import Case, Turns
-from tests.equivalence.dense_simulation import Settings
+from tests.equivalence.against_engine import Case, Turns, engine
+from tests.equivalence.dense_simulation import DenseSimulation, Settings
+from tests.equivalence.tiny_models import TIES, random_tokens
 from tests.equivalence.zoo import ModelZoo
 
 # After the prefill a sequence's window holds W + (P - S - W) % 64 rows. With W 64 and S 4 that is W + 62 for
@@ -80,3 +81,29 @@ def test_kept_sets_and_logits(zoo: ModelZoo, case: str) -> None:
         first_visible = [lengths.index(64) for lengths in grown]
         assert first_visible == sorted(set(first_visible))  # staggered: no two layers in one step
         assert min(run.kept()) == 0 and len(set(run.kept())) > 4
+
+
+def test_a_mass_of_one_keeps_every_token(zoo: ModelZoo) -> None:
+    """Although float32 sums reach 1 earlier. No probability is 0, so that all of it is held by all tokens."""
+    case = Case("qwen2", Settings(window=1, keep=None, keep_mass=1.0), (((300, 170), 3),))
+    run = case.run(zoo).simulated
+    assert {record.budget for records in run.steps for record in records} == {1.0}
+
+
+def test_equal_probabilities_keep_the_lower_positions(zoo: ModelZoo) -> None:
+    """Seven tokens, no positions: a host of 192 rows has seven different keys in layer 0, and 20 are kept."""
+    settings = Settings(window=64, keep=20, exact_mode="select")
+    model = zoo.dense(TIES.name)
+    simulation = DenseSimulation(model, settings)
+    prompt = [token % 7 + 3 for token in random_tokens(model.vocab_size, 300, seed=1)]
+    simulation.prefill(prompt)
+    with engine(zoo.directory(TIES.name), settings) as llm:
+        batch = llm.new_batch([310])
+        llm.prefill(batch, [prompt])
+        for token in (3, 7, 9, 4):
+            llm.decode(batch, [token])
+            ours = batch.selections()[0][0]
+            for choice, chosen in zip(simulation.decode(token).layers[0].choices, ours, strict=True):
+                last_kept, first_left = choice.ranking[19], choice.ranking[20]
+                assert choice.p[last_kept] == choice.p[first_left] and last_kept < first_left
+                assert set(chosen) == set(choice.positions)

@@ -40,13 +40,14 @@ NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_to
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to make one model; `old_rope_config` writes RoPE the way published config.json files do."""
+    """How to make one model. A negative seed: `build` has filled in the weights.
+
+    `old_rope_config` writes RoPE the way published config.json files do.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     seed: int
-    layers: int
-    kv_heads: int
     old_rope_config: bool = False
 
 
@@ -121,22 +122,40 @@ LLAMA3_ROPE = {
 TINY_MODELS = {
     model.name: model
     for model in (
-        TinyModel("opt", _opt, seed=1, layers=5, kv_heads=3),
-        TinyModel("llama-mha", lambda: _llama(3, 3, 16, 48, 4, False, PLAIN_ROPE), 2, layers=4, kv_heads=3),
-        TinyModel("llama-gqa2", lambda: _llama(4, 2, 16, 64, 6, True, PLAIN_ROPE), 3, layers=6, kv_heads=2),
-        TinyModel("llama-gqa3", lambda: _llama(6, 2, 8, 36, 4, True, PLAIN_ROPE), 4, layers=4, kv_heads=2),
-        TinyModel("llama-gqa4", lambda: _llama(4, 1, 32, 64, 4, False, PLAIN_ROPE), 5, layers=4, kv_heads=1),
+        TinyModel("opt", _opt, seed=1),
+        TinyModel("llama-mha", lambda: _llama(3, 3, 16, 48, 4, False, PLAIN_ROPE), 2),
+        TinyModel("llama-gqa2", lambda: _llama(4, 2, 16, 64, 6, True, PLAIN_ROPE), 3),
+        TinyModel("llama-gqa3", lambda: _llama(6, 2, 8, 36, 4, True, PLAIN_ROPE), 4),
+        TinyModel("llama-gqa4", lambda: _llama(4, 1, 32, 64, 4, False, PLAIN_ROPE), 5),
         TinyModel(
             "llama3-rope",
             lambda: _llama(4, 2, 16, 64, 4, True, dict(LLAMA3_ROPE)),
             seed=6,
-            layers=4,
-            kv_heads=2,
             old_rope_config=True,
         ),
-        TinyModel("qwen2", _qwen2, seed=7, layers=5, kv_heads=2),
+        TinyModel("qwen2", _qwen2, seed=7),
     )
 }
+
+
+def _opt_with_ties() -> nn.Module:
+    """Layer 0's keys depend on the token alone, not on its position, and are free of rounding.
+
+    Positions are not embedded, and only one channel of each head's key is not 0: one product of one input.
+    """
+    model = _opt()
+    randomise(model, seed=8)
+    decoder = model.model.decoder
+    decoder.embed_positions.weight.data.zero_()
+    key = decoder.layers[0].self_attn.k_proj
+    key.bias.data.zero_()
+    key.weight.data.zero_()
+    for head in range(3):
+        key.weight.data[16 * head + head, 5 + head] = 2.0
+    return model
+
+
+TIES = TinyModel("opt-ties", _opt_with_ties, seed=-1)
 
 
 def _gain(name: str) -> float:
@@ -182,9 +201,10 @@ def _rewrite_rope_as_published(directory: Path) -> None:
 
 def save_tiny_model(name: str, parent: Path) -> Path:
     """Make the model `name` and save it as a Hugging Face directory under `parent`."""
-    recipe = TINY_MODELS[name]
+    recipe = {TIES.name: TIES, **TINY_MODELS}[name]
     model = recipe.build()
-    randomise(model, recipe.seed)
+    if recipe.seed >= 0:
+        randomise(model, recipe.seed)
     directory = parent / name
     model.save_pretrained(directory)  # type: ignore[operator]
     if recipe.old_rope_config:

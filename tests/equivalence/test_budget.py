@@ -1,0 +1,40 @@
+"""The budget and the covered mass that the engine reports are those of the simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridgen.engine.statistics import AttentionStatistics
+from tests.equivalence.against_engine import SideBySide, engine
+from tests.equivalence.dense_simulation import Settings
+from tests.equivalence.zoo import ModelZoo
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "overrides"),
+    [
+        ("llama-gqa2", Settings(window=64, keep=0.1), {}),
+        ("opt", Settings(window=64, keep=None, keep_mass=0.9, exact_layers=(0, 1), exact_mode="select"), {}),
+        ("qwen2", Settings(window=64, keep=0.1, lookahead="off", exact_layers=(0, 3)), {}),
+        ("llama-gqa2", Settings(window=64, keep=0.1), {"runtime__micro_batch": 2}),
+    ],
+    ids=["keep", "exact select, mass", "off, two resident", "micro-batches of 2"],
+)
+def test_budget_and_covered_mass(zoo: ModelZoo, name: str, settings: Settings, overrides: dict[str, Any]) -> None:
+    """Means over steps, layers, KV heads and sequences; one sequence has no host tier."""
+    lengths, steps = (386, 50, 236), 6
+    statistics = AttentionStatistics()
+    with engine(zoo.directory(name), settings, **overrides) as llm:
+        run = SideBySide(llm, zoo.dense(name), settings, [length + steps for length in lengths], seed=0)
+        run.prefill(lengths)
+        for _ in range(steps):
+            run.decode(1)
+            statistics.observe(run.batch)
+    records = [record for step in run.simulated.steps for record in step]
+    masses = [mass for record in records for layer in record.layers for mass in layer.mass]
+    summary = statistics.summary()
+    assert summary["budget"] == pytest.approx(sum(record.budget for record in records) / len(records), abs=1e-6)
+    assert summary["mass_mean"] == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+    assert summary["mass_min"] == pytest.approx(min(masses), abs=1e-5)

@@ -1,0 +1,75 @@
+"""On CUDA the same tokens as on the CPU: float32 with TF32 off, every family, both lookahead modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridgen.engine.llm import LLM
+from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
+
+PROMPT_LENGTHS = (230, 97, 180)
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny-models")
+
+
+@pytest.fixture(autouse=True)
+def no_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def generate(model: Path, device: str, **overrides: object) -> list[list[int]]:
+    settings = {
+        "runtime.device": device,
+        "model.dtype": "float32",
+        "cache.gpu_window": 64,
+        "model.exact_layers": [0],
+        "selection.min_keep": 8,
+        **overrides,
+    }
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(96, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    with LLM(str(model), settings) as llm:
+        return llm.generate(prompts, STEPS, ignore_eos=True).output_ids
+
+
+@pytest.mark.parametrize("exact_mode", ["resident", "select"])
+@pytest.mark.parametrize("lookahead", ["select", "off"])
+@pytest.mark.parametrize("keep", [{"selection.keep": 1.0}, {"selection.keep": 0.2}, {"selection.keep_mass": 0.9}])
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_greedy_tokens(
+    name: str, keep: dict[str, object], lookahead: str, exact_mode: str, directory: Path
+) -> None:
+    model = save_tiny_model(name, directory)
+    overrides = {"attention.lookahead": lookahead, "model.exact_layers_mode": exact_mode, **keep}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
+def test_micro_batches_and_prefill_pieces(directory: Path) -> None:
+    model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
+    overrides = {"selection.keep": 0.2, "runtime.micro_batch": 2, "runtime.prefill_chunk": 50}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
+def test_decode_allocates_no_device_memory(directory: Path) -> None:
+    """After a few steps the caching allocator asks the driver for nothing more."""
+    model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
+    with LLM(str(model), {"runtime.device": "cuda", "cache.gpu_window": 64, "selection.keep": 0.2}) as llm:
+        batch = llm.new_batch([400])
+        token = llm.prefill(batch, [list(range(90)) * 3]).argmax(-1)
+        for _ in range(8):
+            token = llm.decode(batch, token).argmax(-1)
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        for _ in range(60):
+            token = llm.decode(batch, token).argmax(-1)
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before
