@@ -241,6 +241,8 @@ def _coerce(path: str, setting: Setting, hint: Any) -> Any:
             return None
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
             return value
+        if typing.get_origin(option) is Literal and value is False and "off" in typing.get_args(option):
+            return "off"  # YAML reads a bare off as false
         if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
             element = typing.get_args(option)[0]
             if all(_is(item, element) for item in value):

@@ -95,7 +95,7 @@ def _run(argv: list[str]) -> int:
     settings = given_settings(arguments)
     settings = {path: Setting(value, "the default") for path, value in _DEFAULTS.items()} | settings
     conditions = make_conditions(settings, arguments.also)
-    config = conditions[-1].config
+    config = _strategy(conditions).config
     if config.model.weights == "random":
         source = settings["model.weights"].source
         raise ConfigError(
@@ -177,6 +177,11 @@ def make_conditions(settings: Settings, also: Sequence[str]) -> list[Condition]:
     ]
 
 
+def _strategy(conditions: Sequence[Condition]) -> Condition:
+    """The condition that the flags describe: the first after full attention, or full attention itself."""
+    return conditions[:2][-1]
+
+
 def parse_variant(text: str) -> Settings:
     """`keep=0.1,lookahead=off`: the words are those of the flags."""
     source, variant = f"--also {text}", Settings()
@@ -232,7 +237,7 @@ def _check_positions(choice: ModelChoice, context: int, decode: int) -> None:
 
 def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, decode: int) -> None:
     """Print the plan of all conditions together; refuse it with what to change."""
-    config = conditions[-1].config
+    config = _strategy(conditions).config
     batch, capacity = config.run.batch, context + decode
     limits = build.memory_limits(config, choice.device)
     plan = plan_conditions(choice, conditions, batch, capacity)
@@ -316,7 +321,7 @@ def _evaluate(
             for text, passages in batches:
                 measured = measure(llms, passages, arguments.decode, _advances(bar))
                 text.add(measured)
-                report = {**head, **_results(conditions, texts)}
+                report = {**head, "machine": _machine(llms[-1]), **_results(conditions, texts)}
                 bar.set_postfix_str(_running(report))
                 if arguments.report is not None:
                     write_report(report, arguments.report)
@@ -353,9 +358,7 @@ def _report_head(
         "conditions": [
             {
                 "name": condition.name,
-                "covered_mass_kind": "predicted"
-                if condition.config.attention.lookahead == "select"
-                else "exact",
+                "covered_mass_kind": _mass_kind(condition.config),
                 "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
                 "config": condition.config.to_dict(),
             }
@@ -366,9 +369,15 @@ def _report_head(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": _machine(llm),
         "commit": _commit(),
     }
+
+
+def _mass_kind(config: Config) -> str | None:
+    """By which query the choice judged itself."""
+    if config.attention.executor == "full":
+        return None
+    return "predicted" if config.attention.lookahead == "select" else "exact"
 
 
 def _results(conditions: Sequence[Condition], texts: Sequence[TextResult]) -> dict[str, Any]:

@@ -97,9 +97,10 @@ class OPTModel(DecoderModel):
         x = F.embedding(tokens, self.weights["embed"])
         if self._position_scale == 1.0:
             return x + F.embedding(positions.index + POSITION_OFFSET, table)
-        place = positions.index.to(torch.float32) * self._position_scale
+        last = self.spec.max_positions - 1
+        place = (positions.index.to(torch.float32) * self._position_scale).clamp(max=last)
         low = place.floor().long()
-        high = (low + 1).clamp(max=self.spec.max_positions - 1)
+        high = (low + 1).clamp(max=last)
         share = (place - low).unsqueeze(-1).to(table.dtype)
         return x + torch.lerp(table[low + POSITION_OFFSET], table[high + POSITION_OFFSET], share)
 

@@ -44,7 +44,9 @@ class HostSlab:
         """poison: fill with NaN (tests), so that a row nobody wrote shows up in the result."""
         self._used = 0
         self._device = device
-        self._map = mmap.mmap(-1, max(size_bytes, ALIGNMENT_BYTES))
+        # Private: shared anonymous memory gets no huge pages from madvise.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, max(size_bytes, ALIGNMENT_BYTES), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -129,9 +129,11 @@ class _CudaTicket(Ticket):
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+        self._tensors.clear()  # `record_stream` keeps their memory until the copy is over
 
     def wait_host(self) -> None:
         self._event.synchronize()
+        self._tensors.clear()
 
 
 class CudaClock:

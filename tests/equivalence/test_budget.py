@@ -19,8 +19,9 @@ from tests.equivalence.zoo import ModelZoo
         ("opt", Settings(window=64, keep=None, keep_mass=0.9, exact_layers=(0, 1), exact_mode="select"), {}),
         ("qwen2", Settings(window=64, keep=0.1, lookahead="off", exact_layers=(0, 3)), {}),
         ("llama-gqa2", Settings(window=64, keep=0.1), {"runtime__micro_batch": 2}),
+        ("llama-gqa2", Settings(window=64, keep=0.1), {"runtime__micro_batch": 1}),
     ],
-    ids=["keep", "exact select, mass", "off, two resident", "micro-batches of 2"],
+    ids=["keep", "exact select, mass", "off, two resident", "micro-batches of 2", "micro-batches of 1"],
 )
 def test_budget_and_covered_mass(zoo: ModelZoo, name: str, settings: Settings, overrides: dict[str, Any]) -> None:
     """Means over steps, layers, KV heads and sequences; one sequence has no host tier."""

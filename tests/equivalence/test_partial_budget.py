@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.equivalence.against_engine import Case, Turns, engine
+from tests.equivalence.against_engine import Case, SideBySide, Turns, engine
 from tests.equivalence.dense_simulation import DenseSimulation, Settings
 from tests.equivalence.tiny_models import TIES, random_tokens
 from tests.equivalence.zoo import ModelZoo
@@ -58,6 +58,10 @@ CASES = {
         (((240, 10, 112), 36),),
         {"runtime__transfer": "immediate"},
     ),
+    "layer 0 is always exact": Case("opt", Settings(window=64, keep=0.1, exact_layers=()), RAGGED_64),
+    "layer 0 selects": Case("opt", Settings(window=64, keep=0.1, exact_layers=(), exact_mode="select"), RAGGED_64),
+    "two scan threads": Case("llama-gqa3", PAIR, RAGGED_64, {"runtime__worker_threads": 2}),
+    "no scan thread": Case("llama-gqa3", PAIR, RAGGED_64, {"runtime__worker_threads": 0}),
     # A sequence that begins shorter than the window gets its first host rows in decode, layer by layer.
     "filling": Case("llama-gqa4", Settings(window=16, keep=0.1, exact_mode="select"), (((130, 10), 150),), seed=1),
     # 0.259375 x 960 is 249; a float product is a little more and would be rounded up to 250.
@@ -107,3 +111,23 @@ def test_equal_probabilities_keep_the_lower_positions(zoo: ModelZoo) -> None:
                 last_kept, first_left = choice.ranking[19], choice.ranking[20]
                 assert choice.p[last_kept] == choice.p[first_left] and last_kept < first_left
                 assert set(chosen) == set(choice.positions)
+
+
+@pytest.mark.parametrize("first", [1, 1.0], ids=["count first", "share first"])
+def test_a_count_of_one_is_not_a_share_of_one(zoo: ModelZoo, first: int | float) -> None:
+    """1 == 1.0 in Python, also as a key of a cache; one keeps one token, the other all of them."""
+    for keep in (1, 1.0) if isinstance(first, int) else (1.0, 1):
+        case = Case("llama-gqa3", Settings(window=64, keep=keep), (((200,), 1),))
+        assert set(case.run(zoo).simulated.kept()) == {128 if isinstance(keep, float) else 1}
+
+
+def test_two_live_batches_do_not_mix(zoo: ModelZoo) -> None:
+    """Batches of equal shapes in one engine, their steps interleaved."""
+    name, settings = "llama-gqa3", PAIR
+    with engine(zoo.directory(name), settings) as llm:
+        runs = [SideBySide(llm, zoo.dense(name), settings, [250, 250], seed) for seed in (0, 1)]
+        for run in runs:
+            run.prefill((200, 140))
+        for _ in range(6):
+            for run in runs:
+                run.decode(1)

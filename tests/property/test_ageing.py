@@ -151,9 +151,8 @@ class Walk:
             sinks = torch.arange(min(self.sinks, length))
             where = torch.cat((sinks, torch.arange(oldest, oldest + window)))
             slots = torch.cat((sinks, self.sinks + (where[len(sinks) :] - self.sinks) % self.ring))
-            bias = self.kv.bias[sequence, 0, 0]
-            assert torch.equal(slots.sort().values, (bias == 0).nonzero().flatten())
-            assert ((bias == 0) | (bias == -torch.inf)).all()
+            visible = ~self.kv.empty[sequence, 0, 0]
+            assert torch.equal(slots.sort().values, visible.nonzero().flatten())
             for local, value in ((self.kv.keys, False), (self.kv.values, True)):
                 expected = self.tagged(sequence, where, value)
                 assert torch.equal(local[sequence, :, slots], expected)

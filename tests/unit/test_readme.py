@@ -1,0 +1,129 @@
+"""The README's commands parse, and its tree names what is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hybridgen import cli
+from hybridgen.__main__ import available_commands
+from hybridgen.errors import HybridGenError
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+pytestmark = pytest.mark.skipif(not README.is_file(), reason="the README is not written yet")
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"^ *```[^\n]*\n(.*?)^ *```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """Words of each command of hybridgen in a code block; continued lines joined, comments left out."""
+    found = []
+    for block in code_blocks():
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "hybridgen" in line else []
+            words = words[: next((i for i, word in enumerate(words) if word in ("|", "&&", ">", ";")), None)]
+            for start, word in enumerate(words):
+                if word == "-m" and start + 1 < len(words) and words[start + 1].startswith("hybridgen."):
+                    found.append([words[start + 1].removeprefix("hybridgen."), *words[start + 2 :]])
+            if words and words[0] == "hybridgen":
+                found.append(words[1:])
+    return found
+
+
+class Parsed(Exception):  # noqa: N818
+    """The arguments were good: nothing more is wanted."""
+
+
+def test_every_command_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = cli.Parser.parse_args
+
+    def only_parse(self: cli.Parser, *args: object, **kwargs: object) -> None:
+        arguments = parse(self, *args, **kwargs)  # type: ignore[call-overload]
+        if hasattr(arguments, "set") and hasattr(arguments, "strategy"):
+            for text in arguments.set:
+                cli.build_config(cli.parse_assignment(text))
+        raise Parsed
+
+    monkeypatch.setattr(cli.Parser, "parse_args", only_parse)
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", only_parse)
+    found = commands()
+    assert found, "the README shows no command"
+    assert any(words[0] == "run" for words in found)
+    faults = []
+    for words in found:
+        name, *rest = words
+        if name not in available_commands():
+            faults.append(f"{shlex.join(words)}: no such command")
+            continue
+        rest = ["x" if re.fullmatch(r"[A-Z]|<.*>", word) else word for word in rest]
+        module = importlib.import_module(f"hybridgen.{name}")
+        monkeypatch.setattr(module, "run_command", lambda command, argv: command(list(argv)), raising=False)
+        try:
+            module.main(rest)
+            faults.append(f"{shlex.join(words)}: was run, not parsed")
+        except Parsed:
+            pass
+        except (HybridGenError, SystemExit) as error:
+            faults.append(f"{shlex.join(words)}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+def tree_paths() -> list[str]:
+    """Paths of the annotated tree: box-drawing or indentation, a name, then what it is."""
+    for block in code_blocks():
+        lines = [line for line in block.splitlines() if line.strip()]
+        branches = [line for line in lines if re.match(r"[│├└─ ]*[├└]", line)]
+        indented = [line for line in lines if re.match(r" *[\w.\-]+/?(\s{2,}|\s+#|$)", line)]
+        if "hybridgen/" in block and len(branches) > 5:
+            return paths_of(lines, r"[│├└─ ]*")
+        if "hybridgen/" in block and len(indented) > 5 and len(indented) >= len(lines) - 2:
+            return paths_of(lines, r" *")
+    return []
+
+
+def paths_of(lines: list[str], prefix: str) -> list[str]:
+    paths: list[str] = []
+    stack: list[tuple[int, str]] = []
+    for line in lines:
+        indent = len(re.match(prefix, line)[0])  # type: ignore[index]
+        entry = re.split(r"\s{2,}|\s+#|\s+←|\s+—", line[indent:].strip())[0]
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        names = [name.strip() for name in re.split(r",| and ", entry) if name.strip()]
+        if not all(re.fullmatch(r"[\w.\-/*{}]+", name) for name in names):
+            continue  # a line that goes on with the words of the one before
+        base = "".join(folder for _, folder in stack)
+        paths += [base + name for name in names]
+        if names and names[0].endswith("/"):
+            stack.append((indent, names[0]))
+    return paths
+
+
+def test_the_tree_names_what_is_there() -> None:
+    paths = tree_paths()
+    assert len(paths) > 5, "the README has no annotated tree"
+    # The tree's first line may be the checkout itself.
+    root = paths[0] if paths[0].endswith("/") and not (ROOT / paths[0]).exists() else ""
+    missing = []
+    for path in paths[bool(root) :]:
+        relative = path.removeprefix(root)
+        if not any(ROOT.glob(relative.rstrip("/"))):
+            missing.append(relative)
+    assert not missing
+
+
+def test_files_named_in_the_text_exist() -> None:
+    """`scripts/x.sh`, `hybridgen/...`, `configs/...` in backticks or links."""
+    text = README.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:scripts|hybridgen|configs|cpp_ext|experiments|tests)/[\w./-]+)`", text))
+    named |= {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing

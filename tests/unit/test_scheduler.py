@@ -1,0 +1,61 @@
+"""The fixed schedule and the mode of each layer: pure numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridgen.config import Config, Setting, build_config
+from hybridgen.engine.layer_modes import layer_modes
+from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.types import KeepRule
+
+RULE = KeepRule(0.1, None, 0)
+
+
+def config(**values: object) -> Config:
+    return build_config({path.replace("__", "."): Setting(value, "the test") for path, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("values", "exact", "expected"),
+    [
+        ({}, "resident", "RRRLL"),
+        ({}, "select", "SSSLL"),
+        ({"attention__lookahead": "off"}, "resident", "RRRSS"),
+        ({"attention__executor": "full"}, "select", "RRRRR"),
+        ({"model__exact_layers": []}, "resident", "RLLLL"),  # layer 0 has no layer before it
+        ({"model__exact_layers": [4, 2]}, "select", "SLSLS"),
+        ({"model__exact_layers": [0, 1, 2, 3, 4, 99]}, "resident", "RRRRR"),
+    ],
+)
+def test_modes(values: dict[str, object], exact: str, expected: str) -> None:
+    names = {"R": "resident", "S": "select", "L": "lookahead"}
+    assert layer_modes(config(**values), 5, exact) == tuple(names[c] for c in expected)  # type: ignore[arg-type]
+
+
+def test_every_step_is_alike_without_probes() -> None:
+    schedule = FixedSchedule(("resident", "select", "lookahead"), RULE, 0)
+    plans = [schedule.plan(step) for step in range(50)]
+    assert all(plan == plans[0] for plan in plans)
+    first, *others = plans[0].layers
+    assert first.mode == "resident" and first.keep is None
+    assert all(layer.mode == "post_qkt" and layer.keep == RULE and layer.scan_tokens is None for layer in others)
+    assert not any(layer.probe_mass for layer in plans[0].layers)
+
+
+def test_probes_rotate_over_the_layers_that_choose() -> None:
+    """contracts.md: a true-mass probe runs on one layer, in rotation, every 16 steps."""
+    schedule = FixedSchedule(("resident", "lookahead", "resident", "lookahead", "select"), RULE, 16)
+    probed = {}
+    for step in range(16 * 7):
+        layers = [index for index, layer in enumerate(schedule.plan(step).layers) if layer.probe_mass]
+        if layers:
+            probed[step] = layers
+        plain = [(layer.mode, layer.keep) for layer in schedule.plan(step).layers]
+        assert plain == [("resident", None), ("post_qkt", RULE)] * 2 + [("post_qkt", RULE)]
+    assert probed == {0: [1], 16: [3], 32: [4], 48: [1], 64: [3], 80: [4], 96: [1]}
+
+
+def test_nothing_to_probe() -> None:
+    schedule = FixedSchedule(("resident", "resident"), RULE, 16)
+    assert not any(layer.probe_mass for step in range(40) for layer in schedule.plan(step).layers)

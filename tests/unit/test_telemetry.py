@@ -1,0 +1,108 @@
+"""Spans, host times and bytes of a step, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridgen.telemetry import HostClock, Telemetry
+
+
+class FakeClock:
+    """Marks are numbers; `resolved` tells when somebody asked for a duration."""
+
+    def __init__(self) -> None:
+        self.now, self.resolved = 0.0, 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        self.resolved += 1
+        return end - start
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def telemetry(clock: FakeClock) -> Telemetry:
+    return Telemetry(clock=clock)
+
+
+def work(telemetry: Telemetry, clock: FakeClock, stage: str, layer: int, milliseconds: float) -> None:
+    with telemetry.span(stage, layer):
+        clock.now += milliseconds
+
+
+def test_spans_add_up_by_stage_and_layer(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.begin_step()
+    work(telemetry, clock, "qkv", 0, 1.0)
+    work(telemetry, clock, "qkv", 1, 2.0)
+    work(telemetry, clock, "qkv", 1, 3.0)
+    telemetry.host_time("scan", 1, 7.0)
+    telemetry.host_time("qkv", 1, 0.5)
+    assert clock.resolved == 0, "nothing is resolved, and so nothing waits, before the step is over"
+    step = telemetry.end_step()
+    assert step.stage_ms == {"qkv": {0: 1.0, 1: 5.5}, "scan": {1: 7.0}}
+    assert telemetry.steps == [step]
+    assert step.step_ms >= 0.0
+
+
+def test_spans_may_nest(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.begin_step()
+    with telemetry.span("outer", 0):
+        clock.now += 1.0
+        work(telemetry, clock, "inner", 0, 2.0)
+    assert telemetry.end_step().stage_ms == {"inner": {0: 2.0}, "outer": {0: 3.0}}
+
+
+def test_a_span_ends_with_an_exception(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.begin_step()
+    with pytest.raises(KeyError), telemetry.span("mlp", 0):
+        clock.now += 4.0
+        raise KeyError
+    assert telemetry.end_step().stage_ms == {"mlp": {0: 4.0}}
+
+
+def test_steps_do_not_mix(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.begin_step()
+    work(telemetry, clock, "qkv", 0, 1.0)
+    telemetry.count_bytes("h2d", 10)
+    telemetry.count_bytes("h2d", 5)
+    telemetry.count_bytes("cpu_read", 7)
+    first = telemetry.end_step()
+    telemetry.begin_step()
+    telemetry.count_bytes("d2h", 3)
+    second = telemetry.end_step()
+    assert first.bytes_moved == {"h2d": 15, "cpu_read": 7} and first.stage_ms == {"qkv": {0: 1.0}}
+    assert second.bytes_moved == {"d2h": 3} and second.stage_ms == {}
+    assert telemetry.steps == [first, second]
+
+
+def test_forget_begins_anew(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.begin_step()
+    work(telemetry, clock, "qkv", 0, 1.0)
+    telemetry.end_step()
+    work(telemetry, clock, "qkv", 0, 1.0)
+    telemetry.count_bytes("h2d", 10)
+    telemetry.forget()
+    assert telemetry.steps == []
+    step = telemetry.end_step()
+    assert step.stage_ms == {} and step.bytes_moved == {}
+
+
+def test_switched_off_it_marks_nothing(telemetry: Telemetry, clock: FakeClock) -> None:
+    telemetry.enabled = False
+    telemetry.begin_step()
+    work(telemetry, clock, "qkv", 0, 1.0)
+    telemetry.count_bytes("h2d", 10)
+    step = telemetry.end_step()
+    assert step.stage_ms == {} and step.bytes_moved == {"h2d": 10}
+
+
+def test_the_host_clock_counts_milliseconds() -> None:
+    assert HostClock().elapsed_ms(1.0, 1.25) == 250.0
+    first = HostClock().mark()
+    assert HostClock().mark() >= first
