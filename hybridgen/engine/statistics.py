@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridgen.engine.batch import Batch, MicroBatch
+from hybridgen.engine.batch import Batch
 
 
 @dataclass
@@ -27,34 +27,31 @@ class AttentionStatistics:
     def observe(self, batch: Batch) -> None:
         """Call after each decode step."""
         self.steps += 1
-        for micro_batch in batch.micro_batches:
-            self._observe(micro_batch)
-
-    def _observe(self, micro_batch: MicroBatch) -> None:
         budgets: list[Tensor] = []
         kept: list[Tensor] = []
         masses: list[Tensor] = []
-        device = micro_batch.device
-        lengths = torch.tensor(micro_batch.lengths, dtype=torch.float32, device=device)
-        for attention in micro_batch.layers:
-            if attention.host_lengths is None:
-                budgets.append(torch.ones_like(lengths))
-                continue
-            host = torch.tensor(attention.host_lengths, dtype=torch.float32, device=device)
-            chosen = torch.zeros_like(host)
-            if attention.selection is not None:
-                chosen = attention.selection.counts.float().mean(-1)
-                masses.append(attention.selection.mass)
-                filled = [index for index, rows in enumerate(attention.host_lengths) if rows]
-                kept.append((chosen / host)[filled])
-            budgets.append((lengths - host + chosen) / lengths)
-            if attention.probed_mass is not None:
-                self._probes.append(attention.probed_mass.mean())
-        self._budget.append(torch.stack(budgets).mean())
+        for micro_batch in batch.micro_batches:
+            device = micro_batch.device
+            lengths = torch.tensor(micro_batch.lengths, dtype=torch.float32, device=device)
+            for attention in micro_batch.layers:
+                if attention.host_lengths is None:
+                    budgets.append(torch.ones_like(lengths))
+                    continue
+                host = torch.tensor(attention.host_lengths, dtype=torch.float32, device=device)
+                chosen = torch.zeros_like(host)
+                if attention.selection is not None:
+                    chosen = attention.selection.counts.float().mean(-1)
+                    masses.append(attention.selection.mass.flatten())
+                    filled = [index for index, rows in enumerate(attention.host_lengths) if rows]
+                    kept.append((chosen / host)[filled])
+                budgets.append((lengths - host + chosen) / lengths)
+                if attention.probed_mass is not None:
+                    self._probes.append(attention.probed_mass.mean())
+        self._budget.append(torch.cat(budgets).mean())
         if masses:
-            stacked = torch.stack(masses)
-            self._mass.append(stacked.mean())
-            self._least_mass.append(stacked.min())
+            mass = torch.cat(masses)
+            self._mass.append(mass.mean())
+            self._least_mass.append(mass.min())
             self._kept.append(torch.cat(kept).mean())
 
     def summary(self) -> dict[str, float | None]:

@@ -52,7 +52,8 @@ class Document:
 
     def is_answered_by(self, text: str) -> bool:
         """Whether generated text begins with the answer."""
-        return text.lstrip().startswith(self.answer)
+        rest = text.lstrip()
+        return rest.startswith(self.answer) and not rest[len(self.answer) :][:1].isdigit()
 
 
 def hidden_fact_document(tokenizer: Tokenizer, tokens: int, seed: int, depth: float = 0.4) -> Document:

@@ -18,11 +18,15 @@ def cap(rule: KeepRule, host_length: int) -> int:
         return host_length
     if isinstance(rule.keep, int):
         return rule.keep
-    # As the decimal that was written: 0.07 x 6400 is 448, where floats would make it 449.
-    return math.ceil(Fraction(str(rule.keep)) * host_length)
+    return _share(rule.keep, host_length)
 
 
 @functools.lru_cache(maxsize=4096)
+def _share(fraction: float, host_length: int) -> int:
+    # As the decimal that was written: 0.07 x 6400 is 448, where floats would make it 449.
+    return math.ceil(Fraction(str(fraction)) * host_length)
+
+
 def most_kept(rule: KeepRule, host_length: int) -> int:
     """The largest K that the rule can give: what staging must hold."""
     return min(host_length, max(rule.min_keep, cap(rule, host_length)))

@@ -154,9 +154,7 @@ def test_sampling_repeats_with_its_seed(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_ragged_state_reports_each_sequence(tiny: Path, tmp_path: Path) -> None:
-    report = finish(
-        ["--model", str(tiny), *RANDOM, "--batch", "3", "--set", "runtime.micro_batch=2"], tmp_path / "r"
-    )
+    report = finish(["--model", str(tiny), *RANDOM, "--batch", "3", "--set", "runtime.micro_batch=2"], tmp_path / "r")
     assert report["batch"] == 3 and report["prompt_tokens"] == [400] * 3
     assert len({tuple(ids) for ids in report["prompt_ids"]}) == 3, "each sequence has its own prompt"
     assert report["generated_tokens"] == [12] * 3

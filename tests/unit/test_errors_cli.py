@@ -53,9 +53,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "opt"
     torch.manual_seed(0)
-    config = OPTConfig(
-        **SIZES, **NO_TOKENS, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=POSITIONS
-    )
+    config = OPTConfig(**SIZES, **NO_TOKENS, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=POSITIONS)
     OPTForCausalLM(config).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
@@ -206,9 +204,7 @@ def test_cuda_where_there_is_none(refused: Refused, llama: Path, monkeypatch: py
 # Positions
 
 
-def test_positions_of_a_rotary_model(
-    refused: Refused, llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_positions_of_a_rotary_model(refused: Refused, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to 1,024 more tokens: one warning; beyond: an error, unless it is asked for."""
     base = ("--model", str(llama), "--weights", "random", "--gen", "2")
     assert run.main([*base, "--seq", str(POSITIONS - 2)]) == 0
@@ -254,9 +250,7 @@ def test_a_document_needs_room(refused: Refused, llama: Path) -> None:
 # Memory
 
 
-def test_not_enough_memory_suggests_a_shorter_prompt(
-    refused: Refused, no_network: list[Any], online: None
-) -> None:
+def test_not_enough_memory_suggests_a_shorter_prompt(refused: Refused, no_network: list[Any], online: None) -> None:
     message = refused(
         *("--model", "llama-3.1-8b", "--seq", "64k", "--dtype", "bfloat16"),
         *("--set", f"placement.host_memory_bytes={22 * 2**30}"),
@@ -295,9 +289,7 @@ def test_an_impossible_plan_makes_no_network_call(
     assert not no_network
 
 
-def test_a_suggested_prompt_length_does_fit(
-    refused: Refused, llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suggested_prompt_length_does_fit(refused: Refused, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--model", str(llama), "--weights", "random", "--gen", "2", "--set", "model.extend_positions=true"]
     base += ["--set", "placement.host_memory_bytes=12000000"]
     message = refused(*base, "--seq", "64k")

@@ -29,9 +29,7 @@ def host(values: torch.Tensor) -> HostBuffer:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("waits_on_host", [False, True])
-def test_a_copy_is_there_after_the_wait(
-    telemetry: Telemetry, kind: type[TransferEngine], waits_on_host: bool
-) -> None:
+def test_a_copy_is_there_after_the_wait(telemetry: Telemetry, kind: type[TransferEngine], waits_on_host: bool) -> None:
     source, target = torch.arange(6.0).view(2, 3), torch.full((2, 3), -1.0)
     ticket = kind(telemetry).copy(target, source, "d2h")
     if kind is LazyTransfer:
@@ -64,9 +62,7 @@ def test_a_lazy_ticket_copies_once(telemetry: Telemetry) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_are_fetched_by_head(
-    telemetry: Telemetry, kind: type[TransferEngine], dtype: torch.dtype
-) -> None:
+def test_rows_are_fetched_by_head(telemetry: Telemetry, kind: type[TransferEngine], dtype: torch.dtype) -> None:
     batch, heads, length, dim = 2, 3, 10, 4
     values = torch.randn(batch, heads, length, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     keys_host, values_host = host(values), host(values + 1)
