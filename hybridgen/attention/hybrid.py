@@ -22,7 +22,7 @@ from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
-from hybridgen.selection.budget import choose, group_probabilities, mask_beyond
+from hybridgen.selection.budget import choose, group_probabilities, mask_beyond, nothing_to_choose
 from hybridgen.types import LayerPlan
 
 
@@ -54,6 +54,7 @@ class HybridAttention(LayerAttention):
         self.selection = self._fetch = self.probed_mass = None
         self.host_lengths = self._kv.admit()
         if max(self.host_lengths) == 0:
+            self.selection = nothing_to_choose(query.shape[0], self._spec.num_kv_heads, query.device)
             return
         self._scan = self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
         self._local_logits = self._local_scores(group_by_kv_head(query, self._spec.num_kv_heads))
@@ -105,9 +106,10 @@ class HybridAttention(LayerAttention):
 
     def _probe(self, query: Tensor, attended: list[Tensor]) -> None:
         """Compare what was attended (its logits) with all there is, by the true query."""
-        if self.selection is None:
-            return
+        assert self.selection is not None
         lengths = self.selection.host_lengths
+        if max(lengths) == 0:
+            return
         scan = self._worker.submit(query, self._kv.host_keys, lengths, self._spec.scale, self._layer)
         host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), lengths)
         total = torch.logsumexp(torch.cat((attended[0], host), dim=-1), dim=-1)

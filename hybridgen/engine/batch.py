@@ -93,7 +93,7 @@ class Batch:
     def selections(self) -> dict[int, list[list[list[int]]]]:
         """Token positions that the last step chose from the host, best first.
 
-        By layer (those with a host tier), sequence and KV head; a sequence without a host tier yet has [].
+        By layer (those with a host tier), sequence and KV head.
         """
         chosen: dict[int, list[list[list[int]]]] = {}
         for micro_batch in self.micro_batches:
@@ -104,7 +104,7 @@ class Batch:
 
     def _positions(self, attention: LayerAttention, sequences: int) -> list[list[list[int]]]:
         selection = attention.selection
-        if selection is None:
+        if selection is None:  # no step yet
             return [[] for _ in range(sequences)]
         positions, counts = (selection.rows + self.sinks).tolist(), selection.counts.tolist()
         return [

@@ -43,7 +43,8 @@ class AttentionStatistics:
                     chosen = attention.selection.counts.float().mean(-1)
                     masses.append(attention.selection.mass.flatten())
                     filled = [index for index, rows in enumerate(attention.host_lengths) if rows]
-                    kept.append((chosen / host)[filled])
+                    if filled:
+                        kept.append((chosen / host)[filled])
                 budgets.append((lengths - host + chosen) / lengths)
                 if attention.probed_mass is not None:
                     self._probes.append(attention.probed_mass.mean())
@@ -52,6 +53,7 @@ class AttentionStatistics:
             mass = torch.cat(masses)
             self._mass.append(mass.mean())
             self._least_mass.append(mass.min())
+        if kept:
             self._kept.append(torch.cat(kept).mean())
 
     def summary(self) -> dict[str, float | None]:

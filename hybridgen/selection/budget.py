@@ -86,3 +86,15 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
     kept_p = torch.gather(covered, -1, last).squeeze(-1) if covered.shape[-1] else torch.zeros_like(local_p)
     mass = local_p + torch.where(counts > 0, kept_p, 0.0)
     return TokenSelection(chosen, counts, ~kept.unsqueeze(2), lengths, mass)
+
+
+def nothing_to_choose(batch: int, num_kv_heads: int, device: torch.device) -> TokenSelection:
+    """The choice where no sequence has a host tier yet: sinks and window hold all there is."""
+    shape = (batch, num_kv_heads)
+    return TokenSelection(
+        rows=torch.zeros((*shape, 0), dtype=torch.int64, device=device),
+        counts=torch.zeros(shape, dtype=torch.int64, device=device),
+        padding=torch.zeros((*shape, 1, 0), dtype=torch.bool, device=device),
+        host_lengths=[0] * batch,
+        mass=torch.ones(shape, device=device),
+    )

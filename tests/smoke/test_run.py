@@ -191,9 +191,9 @@ def test_the_default_gpu_window_and_a_window_beyond_the_prompt(tiny: Path, tmp_p
     assert report["budget"] == 1.0 and report["covered_mass"]["mean"] is None
 
 
-@pytest.mark.parametrize("threads", ["auto", "1"])
+@pytest.mark.parametrize("threads", ["auto", "1", "1000"])
 def test_threads_do_not_exceed_the_cores(tiny: Path, tmp_path: Path, threads: str) -> None:
-    """contracts.md, 'Dependencies'; with one worker, torch gives up a core."""
+    """contracts.md, 'Dependencies': whatever was asked for; with one worker, torch gives up a core."""
     before = torch.get_num_threads()
     try:
         argv = ["--model", str(tiny), *RANDOM, "--set", f"runtime.worker_threads={threads}"]
@@ -201,9 +201,30 @@ def test_threads_do_not_exceed_the_cores(tiny: Path, tmp_path: Path, threads: st
     finally:
         torch.set_num_threads(before)
     assert machine["cores"] == len(os.sched_getaffinity(0))
-    assert machine["worker_threads"] == (1 if threads == "1" else machine["worker_threads"])
+    assert threads != "1" or machine["worker_threads"] == 1
     if machine["cores"] > 1:
         assert machine["torch_threads"] + machine["worker_threads"] <= machine["cores"]
+
+
+@pytest.mark.parametrize("transfer", ["immediate", "lazy"])
+@pytest.mark.parametrize("threads", [0, 1])
+def test_threads_and_transfers_do_not_change_the_output(
+    tiny: Path, tmp_path: Path, transfer: str, threads: int
+) -> None:
+    """90 tokens: every layer ages a block."""
+    base = ["--model", str(tiny), "--weights", "random", "--seq", "300", "--gen", "90", "--gpu-window", "32"]
+    expected = finish(base, tmp_path / "a.json")["output_ids"]
+    other = ["--set", f"runtime.transfer={transfer}", "--set", f"runtime.worker_threads={threads}"]
+    assert finish([*base, *other], tmp_path / "b.json")["output_ids"] == expected
+
+
+@needs_smollm2
+def test_random_weights_need_no_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from the package's file, so the gguf library need not be there."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setenv("HYBRIDGEN_CACHE", str(tmp_path / "cache"))
+    argv = ["--model", "smollm2-135m", "--weights", "random", "--seq", "100", "--gen", "2"]
+    assert finish(argv, tmp_path / "r.json")["weights"] == "random"
 
 
 def test_a_report_is_replaced_whole(tiny: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hybridgen import run
 from hybridgen.models import checkpoint, hub
 
 POSITIONS = 1024
-SIZES: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, vocab_size=260, num_attention_heads=4)
+SIZES: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=4, vocab_size=260, num_attention_heads=4)
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = ["--seq", "100", "--gen", "2"]
 
@@ -189,6 +189,10 @@ def test_unknown_flag(refused: Refused) -> None:
         ("--set", "sampling.temperature=-1", "sampling.temperature = -1"),
         ("--set", "cache.sinks=-1", "cache.sinks = -1 (from --set cache.sinks=-1)"),
         ("--set", "placement.host_memory_bytes=0", "placement.host_memory_bytes = 0"),
+        ("--seed", "99999999999999999999", "run.seed"),
+        ("--set", "sampling.stop=['']", "sampling.stop"),
+        ("--set", "runtime.transfer=cuda", "runtime.transfer"),
+        ("--set", "sampling.temperature=1.0e-42", "sampling.temperature"),
     ],
 )
 def test_values_out_of_range(refused: Refused, llama: Path, flag: str, value: str, says: str) -> None:
@@ -199,6 +203,11 @@ def test_values_out_of_range(refused: Refused, llama: Path, flag: str, value: st
 def test_cuda_where_there_is_none(refused: Refused, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused("--model", llama, "--device", "cuda", says=("'cuda'", "no CUDA GPU", "'cpu'"))
+
+
+def test_an_instruction_set_that_is_not_there(refused: Refused, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDGEN_CPU_ISA", "bogus")
+    refused("--model", llama, "--weights", "random", *SMALL, says=("HYBRIDGEN_CPU_ISA", "'bogus'", "scalar"))
 
 
 # Positions
@@ -331,6 +340,13 @@ def test_an_unreadable_prompt_file(refused: Refused, llama: Path, monkeypatch: p
     refused("--model", llama, "--prompt-file", "secret.txt", says=("secret.txt", "Permission denied"))
 
 
+def test_arguments_that_are_no_text_and_no_path(refused: Refused, llama: Path) -> None:
+    """Bytes that are no UTF-8 reach Python as lone surrogates; names may be too long for the system."""
+    refused("--model", llama, "--gen", "2", "--prompt", "a\udcffb", says=("--prompt",))
+    refused("--model", "a" * 5000, says=("a" * 5000,))
+    refused("--model", llama, "--prompt-file", "a" * 5000, says=("--prompt-file", "too long"))
+
+
 def test_a_prompt_needs_a_tokenizer(
     refused: Refused, llama: Path, tmp_path: Path, hub_alias: str, no_network: list[Any]
 ) -> None:
@@ -360,8 +376,25 @@ def test_a_prompt_with_random_weights_and_a_tokenizer(
 
 
 def test_a_report_needs_its_folder(refused: Refused, llama: Path, tmp_path: Path) -> None:
-    refused("--model", llama, "--report", tmp_path / "no" / "r.json", says=("--report", "no/r.json", "folder"))
-    refused("--model", llama, *SMALL, "--weights", "random", "--report", tmp_path, says=("--report", str(tmp_path)))
+    argv = ("--model", llama, *SMALL, "--weights", "random", "--report")
+    refused(*argv, tmp_path / "no" / "r.json", says=("--report", "no/r.json", "folder"))
+    (tmp_path / "r").mkdir()
+    refused(*argv, tmp_path / "r", says=("--report", str(tmp_path / "r")))
+    assert [file.name for file in tmp_path.iterdir()] == ["r"], "nothing is left behind"
+
+
+def test_the_streamed_text_is_whole(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes drawn at random end in the middle of characters: what was held back comes at the end."""
+    report = tmp_path / "r.json"
+    hot = ["--set", "sampling.temperature=5.0", "--report", str(report)]
+    halves = 0
+    for seed in range(12):
+        argv = ["--model", str(llama), "--prompt", "abc", "--gen", "3", "--seed", str(seed), *hot]
+        assert run.main(argv) == 0
+        (text,) = json.loads(report.read_text())["text"]
+        halves += text.endswith("\ufffd")
+        assert text in capsys.readouterr().out
+    assert halves > 1
 
 
 # Checkpoints
@@ -437,6 +470,12 @@ def test_a_half_downloaded_sharded_checkpoint(refused: Refused, tmp_path: Path) 
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": "large"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "architecture"),
         ({"dtype": "float8_e4m3fn", "torch_dtype": "float8_e4m3fn"}, None),
     ],
 )
