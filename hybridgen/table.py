@@ -42,6 +42,7 @@ def format_table(report: dict[str, Any]) -> str:
     if mass["mean"] is not None:
         true = "" if mass["true_probe"] is None else f", by the true query {mass['true_probe']:.4f} (probes)"
         rows.append(("covered mass", f"mean {mass['mean']:.4f}, least {mass['min']:.4f} ({mass['kind']}){true}"))
+    if report["kept_fraction"] is not None:
         rows.append(("kept", f"{report['kept_fraction']:.3f} of the host tier"))
     if report["peak_gpu_bytes"] is not None:
         rows.append(("peak device memory", format_bytes(report["peak_gpu_bytes"])))

@@ -61,11 +61,10 @@ class Runner:
                 state.layers[following].submit(predicted, plan.layers[following])
         with span("qkv", layer):
             query, key, value = model.qkv(layer, weights[layer], state.x, state.positions)
+        attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
             state.x = model.finish(layer, weights[layer], state.x, context)
-        if looks_ahead:
-            state.layers[following].choose()
         attention.age()
 
     @torch.inference_mode()

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridgen.types import KeepRule, TokenSelection
 
+_ROW_RANGE = 1 << 32  # rows are numbered below this
+
 
 def cap(rule: KeepRule, host_length: int) -> int:
     """C: ceil(F x host length) for a fraction, N for a count, no cap without `keep`."""
@@ -37,7 +39,7 @@ def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
     longest = host_logits.shape[-1]
     if min(lengths) == longest:
         return host_logits
-    valid = torch.tensor(lengths, device=host_logits.device).view(-1, 1, 1, 1)
+    valid = _per_sequence(lengths, host_logits.device).view(-1, 1, 1, 1)
     return host_logits.masked_fill(torch.arange(longest, device=host_logits.device) >= valid, -torch.inf)
 
 
@@ -60,32 +62,40 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
 
     host_p: float32 [B, Hkv, N] >= 0, local_p: [B, Hkv] (see `group_probabilities`).
     """
-    device = host_p.device
     most = [most_kept(rule, length) for length in lengths]
+    rows = torch.arange(host_p.shape[-1], device=host_p.device)
     # A non-negative float orders like its bits; the row number below them breaks ties.
-    rows = torch.arange(host_p.shape[-1], dtype=torch.int64, device=device)
-    keys = (host_p.view(torch.int32).to(torch.int64) << 32) | (0xFFFFFFFF - rows)
+    keys = torch.sub(host_p.view(torch.int32).to(torch.int64).mul_(_ROW_RANGE), rows)
     best = torch.topk(keys, max(most), dim=-1).values
-    chosen = 0xFFFFFFFF - (best & 0xFFFFFFFF)
+    chosen = torch.remainder(-best, _ROW_RANGE)
     p = torch.gather(host_p, -1, chosen)
-    covered = p.cumsum(-1)
 
-    most_each = torch.tensor(most, device=device).view(-1, 1).expand(covered.shape[:2])
-    counts = most_each
-    if rule.mass is not None and rule.mass < 1.0:  # all of the mass needs all of the tokens, rounding or not
-        needed = (local_p.unsqueeze(-1) + covered - p < rule.mass).sum(-1)
-        floor = torch.tensor([min(n, rule.min_keep) for n in lengths], device=device).view(-1, 1)
-        counts = torch.minimum(torch.maximum(needed, floor), most_each)
-    if device.type == "cpu":  # no wait is needed to know how many rows the fetch can leave out
-        widest = int(counts.max())
-        chosen, covered = chosen[..., :widest], covered[..., :widest]
+    limit = _per_sequence(most, host_p.device)
+    if rule.mass is None or rule.mass >= 1.0:  # all of the mass needs all of the tokens, rounding or not
+        counts = torch.zeros_like(local_p, dtype=torch.int64) + limit
+    else:
+        before = p.cumsum(-1).sub_(p)  # what the better rows hold
+        needed = (before < (rule.mass - local_p).unsqueeze_(-1)).sum(-1)
+        floor = _per_sequence([min(n, rule.min_keep) for n in lengths], host_p.device)
+        counts = torch.minimum(needed.clamp_(min=floor), limit)
+        if host_p.device.type == "cpu":  # no wait is needed to know how many rows the fetch can leave out
+            widest = int(counts.max())
+            chosen, p = chosen[..., :widest], p[..., :widest]
+
+    padding = rows[: chosen.shape[-1]] >= counts.unsqueeze(-1)
+    mass = p.masked_fill(padding, 0.0).sum(-1) + local_p
     # Padding points to row 0, which always holds something finite.
-    kept = torch.arange(chosen.shape[-1], device=device) < counts.unsqueeze(-1)
-    chosen = chosen.where(kept, 0)
-    last = (counts - 1).clamp(min=0).unsqueeze(-1)
-    kept_p = torch.gather(covered, -1, last).squeeze(-1) if covered.shape[-1] else torch.zeros_like(local_p)
-    mass = local_p + torch.where(counts > 0, kept_p, 0.0)
-    return TokenSelection(chosen, counts, ~kept.unsqueeze(2), lengths, mass)
+    return TokenSelection(chosen.masked_fill(padding, 0), counts, padding.unsqueeze(2), lengths, mass)
+
+
+def _per_sequence(values: list[int], device: torch.device) -> Tensor:
+    """int64 [B, 1]. Host lengths change once in 64 steps: in between nothing is sent to the device."""
+    return _cached_column(tuple(values), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_column(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1)
 
 
 def nothing_to_choose(batch: int, num_kv_heads: int, device: torch.device) -> TokenSelection:

@@ -3,9 +3,17 @@
 One sequence at a time; the whole K and V history of every layer is kept, and everything is computed on it
 directly. It shares no code with the engine. Slow, and meant to be read next to contracts.md:
 
-* "What is kept": `selection_count`, `choose`
+* "What is kept": `cap`, `choose`
 * "Host tier and ageing": `prefill_host_length`, `ageing_threshold`
 * "select" / "off" / "Exact layers": `DenseSimulation.decode`
+
+Where contracts.md leaves a choice, this file takes:
+* "Appended chunks follow the same rule" is the rule of the prefill, over the whole length, in every layer: the
+  stagger of decode begins anew after each append.
+* Budget: the new token counts both as attended and as context.
+* A mass of 1 keeps every token, however sums are rounded: no probability is 0.
+* Exact layers keep their mode with lookahead `off`; layer 0 is exact even when it is not listed.
+* L of the stagger counts all layers, resident ones included.
 """
 
 from __future__ import annotations
@@ -386,8 +394,6 @@ class DenseSimulation:
         if not record.tiered:
             if layer in follow:
                 record.problems.append("has a choice, but all of its tokens are on the device")
-            return own
-        if record.host_length == 0 and not any(follow.get(layer, [])):
             return own
         if layer not in follow or len(follow[layer]) != len(own):
             record.problems.append("has no choice for every KV head")

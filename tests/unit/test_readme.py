@@ -77,47 +77,27 @@ def test_every_command_parses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree_paths() -> list[str]:
-    """Paths of the annotated tree: box-drawing or indentation, a name, then what it is."""
-    for block in code_blocks():
-        lines = [line for line in block.splitlines() if line.strip()]
-        branches = [line for line in lines if re.match(r"[│├└─ ]*[├└]", line)]
-        indented = [line for line in lines if re.match(r" *[\w.\-]+/?(\s{2,}|\s+#|$)", line)]
-        if "hybridgen/" in block and len(branches) > 5:
-            return paths_of(lines, r"[│├└─ ]*")
-        if "hybridgen/" in block and len(indented) > 5 and len(indented) >= len(lines) - 2:
-            return paths_of(lines, r" *")
-    return []
-
-
-def paths_of(lines: list[str], prefix: str) -> list[str]:
+    """Paths that the annotated tree names: folders by their indentation, and every file on a line."""
+    tree = next((block for block in code_blocks() if re.search(r"^\W*hybridgen/", block, re.MULTILINE)), "")
     paths: list[str] = []
-    stack: list[tuple[int, str]] = []
-    for line in lines:
-        indent = len(re.match(prefix, line)[0])  # type: ignore[index]
-        entry = re.split(r"\s{2,}|\s+#|\s+←|\s+—", line[indent:].strip())[0]
-        while stack and stack[-1][0] >= indent:
-            stack.pop()
-        names = [name.strip() for name in re.split(r",| and ", entry) if name.strip()]
-        if not all(re.fullmatch(r"[\w.\-/*{}]+", name) for name in names):
-            continue  # a line that goes on with the words of the one before
-        base = "".join(folder for _, folder in stack)
-        paths += [base + name for name in names]
-        if names and names[0].endswith("/"):
-            stack.append((indent, names[0]))
+    folders: list[tuple[int, str]] = []  # those that the running line lies in, with their indentation
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip("│├└─ "))
+        while folders and folders[-1][0] >= indent:
+            folders.pop()
+        entry = line[indent:].split(" ")[0]
+        if entry.endswith("/"):
+            folders.append((indent, entry))
+            paths.append("".join(name for _, name in folders))
+        base = "".join(name for _, name in folders)
+        paths += [base + name for name in re.findall(r"[\w/-]+\.(?:py|sh|yaml|cpp|toml|md)\b", line)]
     return paths
 
 
 def test_the_tree_names_what_is_there() -> None:
     paths = tree_paths()
     assert len(paths) > 5, "the README has no annotated tree"
-    # The tree's first line may be the checkout itself.
-    root = paths[0] if paths[0].endswith("/") and not (ROOT / paths[0]).exists() else ""
-    missing = []
-    for path in paths[bool(root) :]:
-        relative = path.removeprefix(root)
-        if not any(ROOT.glob(relative.rstrip("/"))):
-            missing.append(relative)
-    assert not missing
+    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_files_named_in_the_text_exist() -> None:
