@@ -9,15 +9,16 @@ With --neighbour the engine is timed once more while one other thread keeps a co
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import time
 from pathlib import Path
 
+import torch
+
 from hybridgen.engine.llm import LLM  # before torch: OpenMP is to wait passively
 from hybridgen.evaluation.document import hidden_fact_document
-
-import torch  # noqa: E402, I001
 
 
 def transformers_step_ms(directory: Path, prompt: list[int], gen: int) -> list[float]:
@@ -48,10 +49,11 @@ def transformers_step_ms(directory: Path, prompt: list[int], gen: int) -> list[f
             streamer=clock,
         )
     times = clock.times[1:]  # the first call hands over the prompt
-    return [(after - before) * 1e3 for before, after in zip(times, times[1:], strict=False)]
+    return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
 
 
 def engine_step_ms(llm: LLM, prompt: list[int], gen: int) -> list[float]:
+    """Milliseconds of each decode step of this engine."""
     return [step.step_ms for step in llm.generate([prompt], gen, ignore_eos=True).steps]
 
 
@@ -61,6 +63,7 @@ def _burn() -> None:
 
 
 def main() -> None:
+    """Run both and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--gen", type=int, default=32)

@@ -7,12 +7,12 @@ Prints the kernels and operators that take longest, and the device memory after 
 
 from __future__ import annotations
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from hybridgen.cli import Parser, add_engine_flags, config_from  # before torch: OpenMP waits passively
 from hybridgen.engine import build
 from hybridgen.engine.llm import LLM
-
-import torch  # noqa: E402, I001
-from torch.profiler import ProfilerActivity, profile
 
 DECODE_STEPS = 4
 
@@ -30,17 +30,19 @@ def memory(phase: str) -> None:
 
 
 def top(profiler: profile, rows: int = 14) -> None:
+    """The longest operators."""
     on_gpu = torch.cuda.is_available()
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=60))
 
 
 def main() -> None:
+    """Run and print."""
     parser = Parser(description=__doc__)
     add_engine_flags(parser)
     config = config_from(parser.parse_args())
     choice = build.choose_model(config)
-    weights = build.obtain_weights(choice, config, has_prompt=False)
+    weights = build.obtain_weights(choice, config, needs_text=False)
     memory("weights")
     if torch.cuda.is_available():
         from hybridgen.offload.host_memory import HostSlab
@@ -51,8 +53,6 @@ def main() -> None:
         memory("freed")
     tokens = config.run.seq or 2048
     with LLM.from_parts(config, choice, weights) as llm:
-        if choice.spec.family == "opt":
-            llm.model.extend_positions(tokens + 2 * DECODE_STEPS)  # type: ignore[attr-defined]
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         prompt = torch.randint(choice.spec.vocab_size, (1, tokens)).tolist()
         batch = llm.new_batch([tokens + 2 * DECODE_STEPS])

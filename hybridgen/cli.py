@@ -116,7 +116,7 @@ def given_settings(arguments: argparse.Namespace) -> Settings:
     flags = {
         path: Setting(value, flag) for flag, path, *_ in _FLAGS if (value := getattr(arguments, path, None)) is not None
     }
-    return merge_settings(load_strategy(arguments.strategy), assigned, flags)
+    return merge_settings(load_strategy(arguments.strategy), assigned | flags)
 
 
 def config_from(arguments: argparse.Namespace) -> Config:

@@ -98,9 +98,7 @@ def _run(argv: list[str]) -> int:
     config = _strategy(conditions).config
     if config.model.weights == "random":
         source = settings["model.weights"].source
-        raise ConfigError(
-            f"random weights (from {source}): their perplexity means nothing; allowed are real and auto"
-        )
+        raise ConfigError(f"random weights (from {source}): their perplexity means nothing; allowed are real and auto")
     contents = _read_texts(arguments.text)
     if arguments.report is not None and not arguments.report.resolve().parent.is_dir():
         raise ConfigError(f"--report {arguments.report}: the folder does not exist")
@@ -125,18 +123,10 @@ def _parser() -> Parser:
         "hybridgen.evaluate", description="Quality against full attention, from the same prefill and paired."
     )
     parser.add_argument("--tasks", default="perplexity", metavar="T,...", help=f"of: {', '.join(TASKS)}")
-    parser.add_argument(
-        "--text", type=Path, action="append", default=[], metavar="F", help="a UTF-8 text; repeatable"
-    )
-    parser.add_argument(
-        "--context", type=_count, default=2048, metavar="N", help="tokens prefilled (default 2048)"
-    )
-    parser.add_argument(
-        "--decode", type=_count, default=64, metavar="N", help="tokens scored a passage (default 64)"
-    )
-    parser.add_argument(
-        "--passages", type=_count, default=40, metavar="N", help="passages a text (default 40)"
-    )
+    parser.add_argument("--text", type=Path, action="append", default=[], metavar="F", help="a UTF-8 text; repeatable")
+    parser.add_argument("--context", type=_count, default=2048, metavar="N", help="tokens prefilled (default 2048)")
+    parser.add_argument("--decode", type=_count, default=64, metavar="N", help="tokens scored a passage (default 64)")
+    parser.add_argument("--passages", type=_count, default=40, metavar="N", help="passages a text (default 40)")
     parser.add_argument(
         "--batch", dest="run.batch", type=int, metavar="N", help=f"passages at a time (default {BATCH})"
     )
@@ -264,9 +254,7 @@ def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, d
     print(replace(admission, plan=plan).describe())
 
 
-def plan_conditions(
-    choice: ModelChoice, conditions: Sequence[Condition], batch: int, capacity: int
-) -> MemoryPlan:
+def plan_conditions(choice: ModelChoice, conditions: Sequence[Condition], batch: int, capacity: int) -> MemoryPlan:
     """What all conditions need together: each has its own KV, everything else is used in turn."""
     total = MemoryPlan(device_is_host=choice.device.type == "cpu")
     for condition in conditions:
@@ -274,21 +262,17 @@ def plan_conditions(
         plan = build.plan_memory(choice, condition.config, modes, batch, capacity)
         for items, more in ((total.device, plan.device), (total.host, plan.host)):
             for name, size in more.items():
-                items[name] = (
-                    items.get(name, 0) + size if name in _KV_ITEMS else max(items.get(name, 0), size)
-                )
+                items[name] = items.get(name, 0) + size if name in _KV_ITEMS else max(items.get(name, 0), size)
     return total
 
 
 def _load(choice: ModelChoice, config: Config) -> ObtainedWeights:
     total = weight_bytes(choice.family, choice.spec, choice.dtype)
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None) as bar:
-        return build.obtain_weights(choice, config, has_prompt=True, progress=_advances(bar))
+        return build.obtain_weights(choice, config, needs_text=True, progress=_advances(bar))
 
 
-def _cut(
-    tokenizer: Tokenizer, texts: Sequence[tuple[Path, str]], arguments: argparse.Namespace
-) -> list[TextResult]:
+def _cut(tokenizer: Tokenizer, texts: Sequence[tuple[Path, str]], arguments: argparse.Namespace) -> list[TextResult]:
     start = tokenizer.encode("")  # BOS, where the model wants one
     results = []
     for file, text in texts:
@@ -310,9 +294,7 @@ def _evaluate(
     """Measure batch by batch; what is finished is always in the report. Returns the exit status."""
     size, head = llms[-1].config.run.batch, _report_head(llms, conditions, arguments)
     batches = [
-        (text, text.passages[first : first + size])
-        for text in texts
-        for first in range(0, len(text.passages), size)
+        (text, text.passages[first : first + size]) for text in texts for first in range(0, len(text.passages), size)
     ]
     tokens = sum(len(passages) for _, passages in batches) * arguments.decode * len(llms)
     report, status = {**head, **_results(conditions, texts)}, 0
@@ -340,9 +322,7 @@ def _advances(bar: tqdm[NoReturn]) -> Callable[[int], None]:
     return advance
 
 
-def _report_head(
-    llms: Sequence[LLM], conditions: Sequence[Condition], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _report_head(llms: Sequence[LLM], conditions: Sequence[Condition], arguments: argparse.Namespace) -> dict[str, Any]:
     llm = llms[-1]
     return {
         "task": "perplexity",

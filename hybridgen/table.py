@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridgen.config import Config
 from hybridgen.placement.plan import format_bytes
 
 _STAGES = ("predict", "qkv", "scan", "scan_wait", "choose", "fetch", "attention", "mlp")
+
+
+def format_settings(config: Config) -> str:
+    """The resolved settings, a line a section."""
+    lines = []
+    for section, values in config.to_dict().items():
+        shown = ", ".join(f"{name}={_show(value)}" for name, value in values.items() if value is not None)
+        lines.append(f"  {section}: {shown}")
+    return "\n".join(["settings:", *lines])
+
+
+def _show(value: Any) -> str:
+    return "[" + " ".join(map(str, value)) + "]" if isinstance(value, (list, tuple)) else str(value)
 
 
 def format_table(report: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
 from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights, weight_bytes
 from hybridgen.models.spec import ModelSpec
+from hybridgen.models.tokenizer import has_tokenizer_files
 from hybridgen.placement.plan import GIB, MemoryPlan
 from hybridgen.selection.budget import most_kept
 from hybridgen.types import DTYPES, ExactMode, KeepRule
@@ -54,6 +55,11 @@ class ObtainedWeights:
     random_reason: str | None
     directory: Path | None  # where the tokenizer lies, if anywhere
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """A directory may hold weights alone (a tiny test model)."""
+        return self.directory is not None and has_tokenizer_files(self.directory)
+
 
 def choose_device(kind: str) -> torch.device:
     """`auto`, `cpu` or `cuda`; ConfigError if CUDA is asked for and absent."""
@@ -66,10 +72,10 @@ def choose_device(kind: str) -> torch.device:
 
 def choose_model(config: Config) -> ModelChoice:
     """Find the model and read its shape; touches the network only for a hub id whose shape is unknown."""
+    device = choose_device(config.runtime.device)
     location = fetch_config(locate(config.model.name))
     assert location.config is not None
     spec = spec_of(config.model.name, location.config)
-    device = choose_device(config.runtime.device)
     name: str = config.model.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.torch_dtype
@@ -80,21 +86,24 @@ def choose_model(config: Config) -> ModelChoice:
 
 
 def obtain_weights(
-    choice: ModelChoice, config: Config, has_prompt: bool, progress: Progress | None = None
+    choice: ModelChoice, config: Config, needs_text: bool, progress: Progress | None = None
 ) -> ObtainedWeights:
-    """Load, download first if need be, or make random weights: contracts.md, `--weights auto`."""
+    """Load, download first if need be, or make random weights: contracts.md, `--weights auto`.
+
+    needs_text: the output is to be read, so random weights cannot stand in for a hub that does not answer.
+    """
     location, reason = choice.location, None
-    directory: Path | None = None
+    directory = location.directory
     if config.model.weights == "random":
         reason = "asked for"
-        if not location.needs_download:
+        if needs_text and not location.needs_download:
             directory = location.prepare()
     else:
         try:
             directory = download(location) if location.needs_download else location.prepare()
         except HubUnavailableError as error:
-            if config.model.weights == "real" or has_prompt:
-                why = "a prompt was given" if has_prompt else "--weights real was given"
+            if config.model.weights == "real" or needs_text:
+                why = "--weights real was given" if config.model.weights == "real" else "a prompt was given"
                 raise CheckpointError(
                     f"{error}; {why}, so random weights cannot stand in. Give a local directory as --model, "
                     "or --weights random without a prompt"
@@ -152,6 +161,11 @@ def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]
     """
     cores = sorted(os.sched_getaffinity(0))
     threads = config.runtime.worker_threads
+    if threads != "auto" and threads > len(cores) - 1:
+        raise ConfigError(
+            f"runtime.worker_threads = {threads}: one of the {len(cores)} cores at hand is for torch, "
+            f"so at most {len(cores) - 1} are allowed"
+        )
     if device.type == "cuda":
         count = max(1, len(cores) - 1) if threads == "auto" else threads
         return count, cores[1:] if count < len(cores) else []

@@ -36,6 +36,19 @@ from hybridgen.offload.transfer import LazyTransfer, make_transfer
 from hybridgen.telemetry import Telemetry
 
 
+class _Machine:
+    """What all strategies over one model share: its mathematics, the scan threads, the clocks."""
+
+    def __init__(self, config: Config, choice: ModelChoice, weights: ObtainedWeights) -> None:
+        threads, cores = build.worker_threads(config, choice.device)
+        self.telemetry = Telemetry()
+        self.transfer = make_transfer(config.runtime.transfer, choice.device, self.telemetry)
+        self.worker = LogitWorker(threads, cores, self.transfer, choice.device)
+        if choice.device.type == "cpu":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
+        self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
+
+
 class LLM:
     """A loaded model with one strategy. Not thread-safe; use as a context manager or call `close`."""
 
@@ -45,7 +58,7 @@ class LLM:
         given["model.name"] = Setting(model, "LLM(model=...)")
         config = build_config(merge_settings(load_strategy(strategy), given))
         choice = build.choose_model(config)
-        self._setup(config, choice, build.obtain_weights(choice, config, has_prompt=True))
+        self._setup(config, choice, build.obtain_weights(choice, config, needs_text=True))
 
     @classmethod
     def from_parts(
@@ -60,24 +73,28 @@ class LLM:
         llm._setup(config, choice, weights, modes)
         return llm
 
+    def sharing(self, config: Config) -> LLM:
+        """Another strategy over the same weights, threads and clocks; valid as long as this one is open."""
+        llm = LLM.__new__(LLM)
+        llm._setup(config, self.choice, self.weights, shared=self)
+        return llm
+
     def _setup(
         self,
         config: Config,
         choice: ModelChoice,
         weights: ObtainedWeights,
         modes: tuple[LayerMode, ...] | None = None,
+        shared: LLM | None = None,
     ) -> None:
         self.config, self.choice, self.weights = config, choice, weights
         self.spec, self.device, self.dtype = weights.spec, choice.device, choice.dtype
         exact = config.model.exact_layers_mode
         self.modes = modes or layer_modes(config, self.spec.num_layers, "resident" if exact == "auto" else exact)
-        self.telemetry = Telemetry()
-        self._transfer = make_transfer(config.runtime.transfer, self.device, self.telemetry)
-        threads, cores = build.worker_threads(config, self.device)
-        self._worker = LogitWorker(threads, cores, self._transfer, self.device)
-        if self.device.type == "cpu":
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
-        self.model = choice.family(self.spec, weights.tensors.shared, self.device, self.dtype)
+        self._owns_worker = shared is None
+        self._machine: _Machine = _Machine(config, choice, weights) if shared is None else shared._machine
+        self.model, self.telemetry = self._machine.model, self._machine.telemetry
+        self._transfer, self._worker = self._machine.transfer, self._machine.worker
         self._layout = build.window_layout(config)
         self.schedule = FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval)
         self._runner = Runner(
@@ -99,6 +116,16 @@ class LLM:
         return self._tokenizer
 
     @property
+    def eos_token_ids(self) -> set[int]:
+        """Tokens that end a text, by the config and, where there is one, the tokenizer."""
+        known = set(self.spec.eos_token_ids)
+        return known | set(self.tokenizer.eos_token_ids) if self.has_tokenizer else known
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.weights.has_tokenizer
+
+    @property
     def worker_threads(self) -> int:
         return self._worker.threads
 
@@ -112,11 +139,12 @@ class LLM:
         batch = self.new_batch([len(prompt) + max_new_tokens for prompt in prompts])
         logits = self.prefill(batch, prompts)
         sampler = Sampler(self.config.sampling, self.device, self.config.run.seed)
-        eos = set() if ignore_eos else {*self.spec.eos_token_ids}
+        eos = set() if ignore_eos else self.eos_token_ids
         return generate(self, batch, logits, max_new_tokens, sampler, lambda ids: ids[-1] in eos)
 
     def new_batch(self, capacities: Sequence[int]) -> Batch:
         """Room for sequences of up to capacities[b] tokens, prompt and generated together."""
+        self.model.extend_positions(max(capacities, default=0) or 1)
         return Batch(capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device)
 
     def prefill(
@@ -135,7 +163,8 @@ class LLM:
 
     def close(self) -> None:
         """Stop the scan threads. The object is of no use afterwards."""
-        self._worker.close()
+        if self._owns_worker:
+            self._worker.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -8,7 +8,6 @@ import platform
 import resource
 import statistics
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,7 @@ def build_report(
         "covered_mass": {
             "mean": attended["mass_mean"],
             "min": attended["mass_min"],
-            "kind": "predicted" if lookahead else "exact",
+            "kind": None if attended["mass_mean"] is None else "predicted" if lookahead else "exact",
             "true_probe": attended["mass_true"],
         },
         "kept_fraction": attended["kept_fraction"],
@@ -90,14 +89,22 @@ def build_report(
     }
 
 
+def check_report_path(path: Path | None) -> None:
+    """ConfigError before the work, not after it, if the report cannot be written there."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"--report {path}: this is a folder; give a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--report {path}: the folder does not exist")
+
+
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Written beside the target and renamed, so that a killed run never leaves half a report."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(report, file, indent=1)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        os.replace(partial, path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise ConfigError(f"--report {path}: {error.strerror or error}") from None
 
 

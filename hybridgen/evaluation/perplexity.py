@@ -44,9 +44,7 @@ class Measurement:
         self.attended += other.attended
 
 
-def cut_passages(
-    ids: Sequence[int], start: Sequence[int], context: int, decode: int, passages: int
-) -> list[Passage]:
+def cut_passages(ids: Sequence[int], start: Sequence[int], context: int, decode: int, passages: int) -> list[Passage]:
     """Non-overlapping passages, each in the middle of its share of the text.
 
     ids: the whole text; start: what the model wants in front of any text (BOS), counted in the context.
@@ -83,9 +81,7 @@ def measure(
     full.prefill(batches[0], ids[:, :context].tolist(), mirrors=batches[1:])
     tokens = ids[:, context:].to(full.device)
     shape = (len(llms), count)
-    losses, divergences, agreements = (
-        torch.zeros(shape, dtype=torch.float64, device=full.device) for _ in range(3)
-    )
+    losses, divergences, agreements = (torch.zeros(shape, dtype=torch.float64, device=full.device) for _ in range(3))
     statistics = [AttentionStatistics() for _ in llms]
     for step in range(decode):
         fed, target = tokens[:, step], tokens[:, step + 1 : step + 2]

@@ -102,7 +102,7 @@ class TieredKV:
         self.admit()
         length, sinks = keys.shape[1], self.layout.sinks
         held = self.host_lengths[sequence]
-        host = max(held, self.layout.host_rows(length))
+        host = self.layout.host_rows(length)
         for new, local, remote in (
             (keys, self.keys, self.host_keys),
             (values, self.values, self.host_values),

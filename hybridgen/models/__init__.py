@@ -20,13 +20,13 @@ FAMILIES: dict[str, type[DecoderModel]] = {
 
 def family_of(name: str, config: Mapping[str, Any]) -> type[DecoderModel]:
     """The family that a Hugging Face config names; CheckpointError lists the supported ones."""
-    architectures = config.get("architectures") or [None]
-    if architectures[0] not in FAMILIES:
+    architectures = config.get("architectures")
+    architecture = next(iter(architectures), None) if isinstance(architectures, list) else architectures
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CheckpointError(
-            f"model {name}: architecture {architectures[0]!r} is not supported "
-            f"(supported: {', '.join(sorted(FAMILIES))})"
+            f"model {name}: architecture {architecture!r} is not supported (supported: {', '.join(sorted(FAMILIES))})"
         )
-    return FAMILIES[architectures[0]]
+    return FAMILIES[architecture]
 
 
 def spec_of(name: str, config: Mapping[str, Any]) -> ModelSpec:

@@ -60,6 +60,9 @@ class DecoderModel(ABC):
     def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, TensorSource]:
         """The tensors of one decoder layer."""
 
+    def extend_positions(self, tokens: int) -> None:  # noqa: B027 - not abstract: rotary positions need nothing
+        """Make sequences of `tokens` tokens possible where positions are a table."""
+
     # The mathematics
 
     def positions(self, index: Tensor) -> Positions:

@@ -130,7 +130,11 @@ def locate(model: str) -> ModelLocation:
     not exist or is no model.
     """
     entry = aliases().get(model)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+        path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no such user
+        raise CheckpointError(f"the model's name is no path and no alias: {error}") from None
     # A folder that merely shares an alias's name (results, say) is not the model.
     if path.is_dir() and (entry is None or (path / "config.json").is_file()):
         return ModelLocation(model, "directory", config=read_config(path), directory=path)

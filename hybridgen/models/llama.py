@@ -13,9 +13,15 @@ from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel, LayerWeights
-from hybridgen.models.config_fields import common_fields, require, rope_from_config
+from hybridgen.models.config_fields import (
+    common_fields,
+    layers_from_config,
+    number,
+    require_size,
+    rope_from_config,
+)
 from hybridgen.models.layers import rotate
-from hybridgen.models.spec import LayerSpec, ModelSpec, TensorSource
+from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
 
@@ -34,19 +40,12 @@ class LlamaModel(DecoderModel):
             raise ConfigError(f"model {name}: biases on Llama projections are not supported")
         if config.get("use_sliding_window"):
             raise ConfigError(f"model {name}: use_sliding_window = true is not supported (allowed: false)")
-        heads = require(name, config, "num_attention_heads")
-        hidden = require(name, config, "hidden_size")
-        layer = LayerSpec(
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            rope=rope_from_config(name, config),
-        )
+        hidden, rope = require_size(name, config, "hidden_size"), rope_from_config(name, config)
         return ModelSpec(
             family="qwen2" if is_qwen else "llama",
-            layers=(layer,) * require(name, config, "num_hidden_layers"),
-            intermediate_size=require(name, config, "intermediate_size"),
-            norm_eps=config.get("rms_norm_eps", 1e-6),
+            layers=layers_from_config(name, config, hidden, "num_key_value_heads", rope),
+            intermediate_size=require_size(name, config, "intermediate_size"),
+            norm_eps=number(name, config, "rms_norm_eps", 1e-6),
             qkv_bias=is_qwen,
             **common_fields(name, config),
         )

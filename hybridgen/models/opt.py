@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel, LayerWeights
-from hybridgen.models.config_fields import common_fields, require
-from hybridgen.models.spec import LayerSpec, ModelSpec, TensorSource
+from hybridgen.models.config_fields import common_fields, layers_from_config, require_size
+from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
 POSITION_OFFSET = 2  # the first two rows of OPT's position table are padding
@@ -27,13 +27,16 @@ class OPTModel(DecoderModel):
         super().__init__(spec, weights, device, dtype)
         self._position_scale = 1.0
 
-    def extend_positions(self, positions: int) -> None:
-        """Interpolate the learned table so that `positions` tokens fit (speed tests only)."""
-        self._position_scale = min(1.0, self.spec.max_positions / positions)
+    def extend_positions(self, tokens: int) -> None:
+        """Interpolate the learned table so that `tokens` tokens fit (speed tests only).
+
+        The longest batch so far decides, for all batches: make the longest one first.
+        """
+        self._position_scale = min(self._position_scale, self.spec.max_positions / tokens)
 
     @staticmethod
     def spec_from_config(name: str, config: Mapping[str, Any]) -> ModelSpec:
-        hidden = require(name, config, "hidden_size")
+        hidden = require_size(name, config, "hidden_size")
         allowed = {
             "do_layer_norm_before": True,
             "word_embed_proj_dim": hidden,
@@ -44,12 +47,10 @@ class OPTModel(DecoderModel):
         for key, value in allowed.items():
             if config.get(key, value) != value:
                 raise ConfigError(f"model {name}: {key} = {config[key]!r} is not supported (allowed: {value!r})")
-        heads = require(name, config, "num_attention_heads")
-        layer = LayerSpec(num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, rope=None)
         return ModelSpec(
             family="opt",
-            layers=(layer,) * require(name, config, "num_hidden_layers"),
-            intermediate_size=require(name, config, "ffn_dim"),
+            layers=layers_from_config(name, config, hidden, kv_heads_key=None, rope=None),
+            intermediate_size=require_size(name, config, "ffn_dim"),
             norm_eps=1e-5,
             qkv_bias=True,
             **common_fields(name, config, tied_by_default=True),

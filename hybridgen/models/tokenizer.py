@@ -97,6 +97,11 @@ class IncrementalDecoder:
         return piece
 
 
+def has_tokenizer_files(directory: Path) -> bool:
+    """Whether `load_tokenizer` finds something to load."""
+    return any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer of a local model directory; no network.
 

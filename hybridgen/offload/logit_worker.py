@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
 from hybridgen.offload.transfer import LazyTransfer, Ticket, TransferEngine
 
@@ -58,7 +59,10 @@ class LogitWorker:
 
     def __init__(self, threads: int, cores: list[int], transfer: TransferEngine, device: torch.device) -> None:
         """threads: 0 means that whoever waits for a scan does it; cores: where to pin, [] for anywhere."""
-        self._pool = _C.ScanWorker(threads, cores)
+        try:
+            self._pool = _C.ScanWorker(threads, cores)
+        except ValueError as error:  # HYBRIDGEN_CPU_ISA names none that this CPU has
+            raise ConfigError(str(error)) from None
         self._transfer = transfer
         self._telemetry = transfer.telemetry
         self._device = device

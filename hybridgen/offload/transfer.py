@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
@@ -189,6 +190,8 @@ def make_transfer(kind: str, device: torch.device, telemetry: Telemetry) -> Tran
     """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer)."""
     if kind == "auto":
         kind = "cuda" if device.type == "cuda" else "immediate"
+    if (kind == "cuda") != (device.type == "cuda"):
+        raise ConfigError(f"runtime.transfer = {kind!r} does not go with device {device} (allowed: 'auto')")
     if kind == "cuda":
         return CudaTransfer(telemetry, device)
     return LazyTransfer(telemetry) if kind == "lazy" else ImmediateTransfer(telemetry)

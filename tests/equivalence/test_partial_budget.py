@@ -62,7 +62,6 @@ CASES = {
     "layer 0 selects": Case(
         "opt", Settings(window=64, keep=0.1, exact_layers=(), exact_mode="select"), RAGGED_64, seed=1
     ),
-    "two scan threads": Case("llama-gqa3", PAIR, RAGGED_64, {"runtime__worker_threads": 2}),
     "no scan thread": Case("llama-gqa3", PAIR, RAGGED_64, {"runtime__worker_threads": 0}),
     # A sequence that begins shorter than the window gets its first host rows in decode, layer by layer.
     "filling": Case("llama-gqa4", Settings(window=16, keep=0.1, exact_mode="select"), (((130, 10), 150),), seed=1),

@@ -192,7 +192,7 @@ def test_the_default_gpu_window_and_a_window_beyond_the_prompt(tiny: Path, tmp_p
     assert report["covered_mass"]["mean"] == pytest.approx(1.0), "all there is was attended"
 
 
-@pytest.mark.parametrize("threads", ["auto", "1", "1000"])
+@pytest.mark.parametrize("threads", ["auto", "1"])
 def test_threads_do_not_exceed_the_cores(tiny: Path, tmp_path: Path, threads: str) -> None:
     """contracts.md, 'Dependencies': whatever was asked for; with one worker, torch gives up a core."""
     before = torch.get_num_threads()

@@ -566,3 +566,10 @@ def test_without_the_hub_and_a_prompt_random_weights_stand_in(
 def test_the_deadline_of_the_hub_is_ten_seconds() -> None:
     """contracts.md: no answer within 10 s in all."""
     assert hub.DEADLINE_S == 10.0
+
+
+def test_more_threads_than_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One core is torch's; the rest may scan."""
+    flags = ["--model", str(save_llama(tmp_path)), "--weights", "random", "--set", "runtime.worker_threads=1000"]
+    assert run.main([*flags, "--seq", "64", "--gen", "2"]) == 2
+    assert "runtime.worker_threads = 1000" in capsys.readouterr().err

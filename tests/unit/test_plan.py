@@ -88,7 +88,7 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, mode: str) -> Non
     choice = build.choose_model(config)
     modes = build.resolve_modes(choice, config, batch, capacity)
     plan = build.plan_memory(choice, config, modes, batch, capacity)
-    weights = build.obtain_weights(choice, config, has_prompt=False)
+    weights = build.obtain_weights(choice, config, needs_text=False)
     tensors = [*weights.tensors.shared.values(), *(t for w in weights.tensors.layers for t in w.values())]
     assert plan.device["weights"] == sum(tensor.nbytes for tensor in tensors)
     with LLM.from_parts(config, choice, weights, modes) as llm:
@@ -140,6 +140,6 @@ def test_random_weights_are_seeded(tiny: Path) -> None:
 
     def embed(seed: int) -> torch.Tensor:
         config = config_of(tiny, model__weights="random", run__seed=seed)
-        return build.obtain_weights(choice, config, has_prompt=False).tensors.shared["embed"]
+        return build.obtain_weights(choice, config, needs_text=False).tensors.shared["embed"]
 
     assert torch.equal(embed(1), embed(1)) and not torch.equal(embed(1), embed(2))
