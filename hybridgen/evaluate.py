@@ -25,7 +25,7 @@ from hybridgen.engine import build
 from hybridgen.engine.admission import admit
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.report import _commit, _machine, write_report
+from hybridgen.engine.report import current_commit, describe_machine, write_report
 from hybridgen.errors import ConfigError, InsufficientMemoryError, UnknownNameError
 from hybridgen.evaluation.paired import CONFIDENCE
 from hybridgen.evaluation.perplexity import Measurement, Passage, cut_passages, measure, summarise
@@ -303,7 +303,7 @@ def _evaluate(
             for text, passages in batches:
                 measured = measure(llms, passages, arguments.decode, _advances(bar))
                 text.add(measured)
-                report = {**head, "machine": _machine(llms[-1]), **_results(conditions, texts)}
+                report = {**head, "machine": describe_machine(llms[-1]), **_results(conditions, texts)}
                 bar.set_postfix_str(_running(report))
                 if arguments.report is not None:
                     write_report(report, arguments.report)
@@ -349,7 +349,7 @@ def _report_head(llms: Sequence[LLM], conditions: Sequence[Condition], arguments
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "commit": _commit(),
+        "commit": current_commit(),
     }
 
 

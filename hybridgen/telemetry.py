@@ -10,7 +10,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Direction = Literal["h2d", "d2h", "cpu_read"]
 
@@ -54,6 +57,7 @@ class Telemetry:
     bytes_moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _marks: list[tuple[str, int, Any, Any]] = field(default_factory=list)
     _host_ms: list[tuple[str, int, float]] = field(default_factory=list)
+    _device_units: list[tuple[str, Tensor, int]] = field(default_factory=list)
     _step_start: float = 0.0
 
     def span(self, stage: str, layer: int) -> _Span:
@@ -67,9 +71,14 @@ class Telemetry:
     def count_bytes(self, direction: Direction, count: int) -> None:
         self.bytes_moved[direction] += count
 
+    def count_on_device(self, direction: Direction, units: Tensor, unit_bytes: int) -> None:
+        """As `count_bytes` for a number that only the device knows: sum(units) * unit_bytes."""
+        self._device_units.append((direction, units, unit_bytes))
+
     def begin_step(self) -> None:
         self._marks.clear()
         self._host_ms.clear()
+        self._device_units.clear()
         self.bytes_moved.clear()
         self._step_start = time.perf_counter()
 
@@ -81,6 +90,8 @@ class Telemetry:
             stage_ms[stage][layer] += self.clock.elapsed_ms(start, end)
         for stage, layer, milliseconds in self._host_ms:
             stage_ms[stage][layer] += milliseconds
+        for direction, units, unit_bytes in self._device_units:
+            self.bytes_moved[direction] += int(units.sum()) * unit_bytes
         step = StepTimings(step_ms, {stage: dict(layers) for stage, layers in stage_ms.items()}, dict(self.bytes_moved))
         self.steps.append(step)
         return step

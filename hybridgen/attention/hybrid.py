@@ -18,6 +18,7 @@ from hybridgen.attention.base import (
     group_by_kv_head,
     joint_attention,
 )
+from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
@@ -34,13 +35,14 @@ class HybridAttention(LayerAttention):
         layer: int,
         spec: LayerSpec,
         kv: TieredKV,
+        staging: Staging,
         worker: LogitWorker,
         transfer: TransferEngine,
         predicts: bool,
     ) -> None:
         self.predicts = predicts
         self.host_lengths: list[int] = [0] * len(kv.lengths)
-        self._kv = kv
+        self._kv, self._staging = kv, staging
         self._layer, self._spec = layer, spec
         self._worker, self._transfer = worker, transfer
         self._telemetry = transfer.telemetry
@@ -48,6 +50,7 @@ class HybridAttention(LayerAttention):
         self._local_logits: Tensor | None = None
         self._scan: ScanTicket | None = None
         self._fetch: FetchTicket | None = None
+        self._submitted = Ticket()
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         self._plan = plan
@@ -58,20 +61,28 @@ class HybridAttention(LayerAttention):
             return
         self._scan = self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
         self._local_logits = self._local_scores(group_by_kv_head(query, self._spec.num_kv_heads))
+        self._submitted = self._transfer.mark()
 
     def choose(self) -> None:
         if self._scan is None or self._plan is None or self._plan.keep is None:
             return
         assert self._local_logits is not None
-        host_logits = self._scan.logits()
-        with self._telemetry.span("choose", self._layer):
-            host_logits = group_by_kv_head(host_logits, self._spec.num_kv_heads)
-            host_p, local_p = group_probabilities(self._local_logits, host_logits, self.host_lengths)
-            self._scan.release()
-            self._scan = self._local_logits = None
-            self.selection = choose(self._plan.keep, host_p, local_p, self.host_lengths)
-        with self._telemetry.span("fetch", self._layer):
-            self._fetch = self._transfer.fetch_rows(self._kv.host_keys, self._kv.host_values, self.selection.rows)
+        host_logits = group_by_kv_head(self._scan.logits(), self._spec.num_kv_heads)
+        with self._transfer.beside(self._submitted):
+            self._transfer.hand_over(self._local_logits)
+            with self._telemetry.span("choose", self._layer):
+                host_p, local_p = group_probabilities(self._local_logits, host_logits, self.host_lengths)
+                self._scan.release(self._transfer.mark())
+                self.selection = choose(self._plan.keep, host_p, local_p, self.host_lengths)
+            with self._telemetry.span("fetch", self._layer):
+                self._fetch = self._transfer.fetch_rows(
+                    self._kv.host_keys,
+                    self._kv.host_values,
+                    self.selection.rows,
+                    self.selection.counts,
+                    self._staging.slot(self._layer, self.selection.rows.shape[2]),
+                )
+        self._scan = self._local_logits = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         if not self.predicts:
@@ -83,6 +94,8 @@ class HybridAttention(LayerAttention):
             logits, values = [self._local_scores(grouped)], [self._kv.values]
             if self._fetch is not None and self.selection is not None:
                 keys, fetched_values = self._fetch.rows()
+                chosen = self.selection
+                self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
                 logits.append(attention_logits(grouped, keys, self.selection.padding, self._spec.scale))
                 values.append(fetched_values)
             context = joint_attention(logits, values)
@@ -113,5 +126,5 @@ class HybridAttention(LayerAttention):
         scan = self._worker.submit(query, self._kv.host_keys, lengths, self._spec.scale, self._layer)
         host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), lengths)
         total = torch.logsumexp(torch.cat((attended[0], host), dim=-1), dim=-1)
-        scan.release()
+        scan.release(self._transfer.mark())
         self.probed_mass = torch.exp(torch.logsumexp(torch.cat(attended, dim=-1), dim=-1) - total).mean(-1)

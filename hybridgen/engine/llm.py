@@ -28,11 +28,14 @@ from hybridgen.engine.scheduler import FixedSchedule
 from hybridgen.errors import CheckpointError
 from hybridgen.kv_cache.layout import host_shape
 from hybridgen.kv_cache.resident import ResidentKV
+from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
+from hybridgen.models.spec import LayerSpec
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
+from hybridgen.selection.budget import most_kept
 from hybridgen.telemetry import Telemetry
 
 
@@ -182,6 +185,8 @@ class LLM:
         poison = isinstance(self._transfer, LazyTransfer)
         slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
         slab = HostSlab(slab_bytes, self.device, poison)
+        rule = build.keep_rule(self.config)
+        stagings: dict[LayerSpec, Staging] = {}
         layers: list[LayerAttention] = []
         for layer, (spec, mode) in enumerate(zip(self.spec.layers, self.modes, strict=True)):
             if mode == "resident":
@@ -192,5 +197,10 @@ class LLM:
             tiered = TieredKV(
                 spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
             )
-            layers.append(HybridAttention(layer, spec, tiered, self._worker, self._transfer, mode == "lookahead"))
+            if spec not in stagings:
+                kept = most_kept(rule, self._layout.host_rows(capacity))
+                stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
+            layers.append(
+                HybridAttention(layer, spec, tiered, stagings[spec], self._worker, self._transfer, mode == "lookahead")
+            )
         return layers

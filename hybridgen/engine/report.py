@@ -84,8 +84,8 @@ def build_report(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": _machine(llm),
-        "commit": _commit(),
+        "machine": describe_machine(llm),
+        "commit": current_commit(),
     }
 
 
@@ -151,7 +151,8 @@ def _planned(llm: LLM, steps: int) -> list[dict[str, Any]]:
     return coded
 
 
-def _machine(llm: LLM) -> dict[str, Any]:
+def describe_machine(llm: LLM) -> dict[str, Any]:
+    """What the numbers were made on."""
     cores = len(os.sched_getaffinity(0))
     gpu = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else None
     return {
@@ -173,7 +174,7 @@ def _peak_gpu_bytes(llm: LLM) -> int | None:
     return torch.cuda.max_memory_allocated(llm.device) + beside
 
 
-def _commit() -> str | None:
+def current_commit() -> str | None:
     """The checkout's commit, if the code runs from one."""
     try:
         answer = subprocess.run(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch
+from hybridgen.types import TokenSelection
 
 
 @dataclass
@@ -27,34 +28,35 @@ class AttentionStatistics:
     def observe(self, batch: Batch) -> None:
         """Call after each decode step."""
         self.steps += 1
-        budgets: list[Tensor] = []
-        kept: list[Tensor] = []
-        masses: list[Tensor] = []
+        fixed, total = 0.0, 0  # budget of what needs no choice, and (layer, sequence) pairs
+        lengths: list[int] = []
+        hosts: list[int] = []
+        selections: list[TokenSelection] = []
         for micro_batch in batch.micro_batches:
-            device = micro_batch.device
-            lengths = torch.tensor(micro_batch.lengths, dtype=torch.float32, device=device)
             for attention in micro_batch.layers:
-                if attention.host_lengths is None:
-                    budgets.append(torch.ones_like(lengths))
-                    continue
-                host = torch.tensor(attention.host_lengths, dtype=torch.float32, device=device)
-                chosen = torch.zeros_like(host)
+                host = attention.host_lengths or [0] * len(micro_batch.lengths)
+                fixed += sum((n - h) / n for n, h in zip(micro_batch.lengths, host, strict=True))
+                total += len(host)
                 if attention.selection is not None:
-                    chosen = attention.selection.counts.float().mean(-1)
-                    masses.append(attention.selection.mass.flatten())
-                    filled = [index for index, rows in enumerate(attention.host_lengths) if rows]
-                    if filled:
-                        kept.append((chosen / host)[filled])
-                budgets.append((lengths - host + chosen) / lengths)
+                    selections.append(attention.selection)
+                    lengths += micro_batch.lengths
+                    hosts += host
                 if attention.probed_mass is not None:
                     self._probes.append(attention.probed_mass.mean())
-        self._budget.append(torch.cat(budgets).mean())
-        if masses:
-            mass = torch.cat(masses)
-            self._mass.append(mass.mean())
-            self._least_mass.append(mass.min())
-        if kept:
-            self._kept.append(torch.cat(kept).mean())
+        device = batch.micro_batches[0].device
+        if not selections:
+            self._budget.append(torch.tensor(fixed / total, device=device))
+            return
+        kept = torch.cat([selection.counts.float().mean(-1) for selection in selections])
+        mass = torch.cat([selection.mass.flatten() for selection in selections])
+        # One small tensor a step, not one a layer: each costs a wait on a GPU.
+        known = torch.tensor([lengths, hosts], dtype=torch.float32).to(device)
+        self._budget.append((kept / known[0]).sum().add_(fixed).div_(total))
+        filled = sum(1 for host in hosts if host)
+        if filled:
+            self._kept.append((kept / known[1].clamp(min=1)).sum() / filled)
+        self._mass.append(mass.mean())
+        self._least_mass.append(mass.min())
 
     def summary(self) -> dict[str, float | None]:
         """Means over all steps; None where nothing was chosen."""

@@ -30,12 +30,11 @@ KEY_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16:
 
 @dataclass
 class _Buffers:
-    """What one scan in flight needs: the query on the host, the logits on both sides."""
+    """What one scan in flight needs, in host memory that the device sees."""
 
     query: HostBuffer  # float32 [B, Hq, d]
     logits: HostBuffer  # float32 [B, Hq, N]
-    device_logits: Tensor  # the logits in device memory (the host's own without a GPU)
-    in_use: Ticket | None = None  # the copy that last read `logits`
+    last_use: Ticket  # after which they may be written again
 
 
 class ScanTicket:
@@ -46,11 +45,15 @@ class ScanTicket:
         self._layer, self._length = layer, length
 
     def logits(self) -> Tensor:
-        """Wait; float32 [B, Hq, longest host length] on the device, valid until `release`."""
+        """Wait; float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
+
+        Valid until `release`.
+        """
         return self._worker._collect(self._job, self._buffers, self._layer, self._length)
 
-    def release(self) -> None:
-        """The logits are not needed any more: their buffers may serve another scan."""
+    def release(self, after: Ticket) -> None:
+        """Once `after` is over the logits are not needed any more."""
+        self._buffers.last_use = after
         self._worker._free[_key(self._buffers)].append(self._buffers)
 
 
@@ -124,31 +127,24 @@ class LogitWorker:
         if self._lazy:
             self._pool.start(job)
         waited_from = time.perf_counter()
-        start_s, end_s = self._pool.wait(job)
+        # With a GPU to feed, the thread that feeds it does not scan.
+        start_s, end_s = self._pool.wait(job, self.threads == 0 or self._device.type == "cpu")
         self._telemetry.host_time("scan_wait", layer, (time.perf_counter() - waited_from) * 1e3)
         self._telemetry.host_time("scan", layer, (end_s - start_s) * 1e3)
-        logits = buffers.device_logits[:, :, :length]
-        if buffers.device_logits is buffers.logits.tensor:
-            self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
-        else:
-            buffers.in_use = self._transfer.copy(logits, buffers.logits.device_view[:, :, :length], "h2d")
-            buffers.in_use.wait()
+        logits = buffers.logits.device_view[:, :, :length]
+        self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
         return logits
 
     def _take_buffers(self, batch: int, heads: int, length: int, dim: int) -> _Buffers:
         free = self._free.setdefault((batch, heads, length, dim), [])
         if free:
-            buffers = free.pop()
-            if buffers.in_use is not None:
-                buffers.in_use.wait_host()
+            buffers = free.pop(0)
+            buffers.last_use.wait_host()
             return buffers
         shapes = ((batch, heads, dim), (batch, heads, length))
         slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
         query, logits = (slab.take(shape, torch.float32) for shape in shapes)
-        device_logits = logits.tensor
-        if self._device.type == "cuda":
-            device_logits = torch.empty(shapes[1], dtype=torch.float32, device=self._device)
-        return _Buffers(query, logits, device_logits)
+        return _Buffers(query, logits, Ticket())
 
 
 def _key(buffers: _Buffers) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
 
 class Ticket:
-    """A transfer under way. Keeps its tensors alive until it is waited for."""
+    """Something under way, over when waited for. This one is over already."""
 
     def wait(self) -> None:
         """From now on, work that the caller issues on the device sees the result."""
@@ -33,7 +36,7 @@ class Ticket:
         self.wait()
 
 
-class FetchTicket(Ticket):
+class FetchTicket:
     """Rows under way from the host tier: K and V, each [B, Hkv, rows, head_dim]."""
 
     def __init__(self, ticket: Ticket, keys: Tensor, values: Tensor) -> None:
@@ -41,6 +44,7 @@ class FetchTicket(Ticket):
         self._rows = (keys, values)
 
     def rows(self) -> tuple[Tensor, Tensor]:
+        """Wait, and hand out; valid until the layer after next fetches."""
         self._ticket.wait()
         return self._rows
 
@@ -59,24 +63,42 @@ class TransferEngine(ABC):
         self.telemetry.count_bytes(direction, target.numel() * target.element_size())
         return self._issue([target], lambda: target.copy_(source, non_blocking=True), direction, [source])
 
-    def fetch_rows(self, keys: HostBuffer, values: HostBuffer, rows: Tensor) -> FetchTicket:
-        """Bring rows of the host tier to the device.
+    def fetch_rows(
+        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
+    ) -> FetchTicket:
+        """Bring rows of the host tier to the device, in the stream of whoever calls.
 
-        keys, values: [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, each in [0, N).
+        keys, values: [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, in [0, N); counts: int64
+        [B, Hkv], how many of them are wanted; target: K and V, contiguous [B, Hkv, K, d].
         """
+        row_bytes = 2 * keys.tensor.shape[3] * keys.tensor.element_size()
+        self.telemetry.count_on_device("h2d", counts, row_bytes)
+        return FetchTicket(self._fetch(keys, values, rows, counts, target), *target)
+
+    def mark(self) -> Ticket:
+        """This point of the running stream; what was issued before it is over when the ticket is."""
+        return Ticket()
+
+    def beside(self, after: Ticket) -> AbstractContextManager[None]:
+        """What is issued inside runs beside the compute stream, once `after` is over."""
+        return nullcontext()
+
+    def hand_over(self, *tensors: Tensor) -> None:  # noqa: B027 - not abstract: without streams nothing to do
+        """These tensors, made in another stream, are used in the running one."""
+
+    def _fetch(
+        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
+    ) -> Ticket:
+        """The torch twin of `fetch_kernel.fetch_rows` (it fetches the padding, too)."""
         batch, heads, length, dim = keys.tensor.shape
         first_row = torch.arange(batch * heads, device=rows.device).view(batch, heads, 1) * length
         flat = (rows + first_row).view(-1)
-        shape = (batch, heads, rows.shape[2], dim)
-        out = [torch.empty(shape, dtype=keys.tensor.dtype, device=rows.device) for _ in range(2)]
 
         def gather() -> None:
-            for target, source in zip(out, (keys, values), strict=True):
-                table = source.device_view.view(-1, dim)
-                torch.index_select(table, 0, flat, out=target.view(-1, dim))
+            for out, source in zip(target, (keys, values), strict=True):
+                torch.index_select(source.device_view.view(-1, dim), 0, flat, out=out.view(-1, dim))
 
-        self.telemetry.count_bytes("h2d", 2 * out[0].numel() * out[0].element_size())
-        return FetchTicket(self._issue(out, gather, "h2d", [flat]), *out)
+        return self._issue(list(target), gather, "h2d", [flat])
 
     @abstractmethod
     def _issue(
@@ -98,7 +120,7 @@ class ImmediateTransfer(TransferEngine):
         return Ticket()
 
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function_address)(data_address)
+        _CALLBACK(function_address)(data_address)
 
 
 class _LazyTicket(Ticket):
@@ -125,15 +147,15 @@ class LazyTransfer(ImmediateTransfer):
 
 class _CudaTicket(Ticket):
     def __init__(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
-        self._event = event
+        self.event = event
         self._tensors = tensors  # alive until waited for
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self.event)
         self._tensors.clear()  # `record_stream` keeps their memory until the copy is over
 
     def wait_host(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
         self._tensors.clear()
 
 
@@ -151,15 +173,39 @@ class CudaClock:
 
 
 class CudaTransfer(TransferEngine):
-    """A side stream a direction; each transfer starts after what the compute stream was given before it."""
+    """A side stream a direction; each transfer starts after what the running stream was given before it."""
 
     clock = CudaClock()
 
     def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
         super().__init__(telemetry)
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h")}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside")}
         self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def mark(self) -> Ticket:
+        event = torch.cuda.Event()
+        event.record()
+        return _CudaTicket(event, [])
+
+    @contextmanager
+    def beside(self, after: Ticket) -> Iterator[None]:
+        with torch.cuda.stream(self._streams["beside"]):
+            after.wait()
+            yield
+
+    def hand_over(self, *tensors: Tensor) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def _fetch(
+        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
+    ) -> Ticket:
+        from hybridgen.offload.fetch_kernel import fetch_rows  # Triton: only where there is a GPU
+
+        fetch_rows(keys.device_view, values.device_view, rows.contiguous(), counts.contiguous(), *target)
+        return self.mark()
 
     def _issue(
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]

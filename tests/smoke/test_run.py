@@ -313,7 +313,7 @@ class Blocker(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocker())
 import pkgutil, importlib, hybridgen
 for module in pkgutil.walk_packages(hybridgen.__path__, "hybridgen."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith(("__main__", "_kernel")):  # kernels need Triton, and a GPU
         importlib.import_module(module.name)
 from hybridgen import run
 status = run.main(sys.argv[2:])

@@ -69,9 +69,7 @@ def test_percent_change_closed_form() -> None:
     estimate = percent_change(OURS, FULL)
     difference = mean([a - b for a, b in zip(OURS, FULL, strict=True)])
     assert estimate.value == pytest.approx(100 * (math.exp(0.015) - 1))
-    assert limits(estimate) == pytest.approx(
-        tuple(100 * (math.exp(limit) - 1) for limit in limits(difference))
-    )
+    assert limits(estimate) == pytest.approx(tuple(100 * (math.exp(limit) - 1) for limit in limits(difference)))
     ratio = perplexity(OURS).value / perplexity(FULL).value
     assert estimate.value == pytest.approx(100 * (ratio - 1))
 
@@ -95,9 +93,7 @@ def test_differences_change_sign_with_their_order() -> None:
 def test_percentage_points_are_the_difference_of_two_changes() -> None:
     other = [3.01, 2.52, 3.5, 2.8]
     estimate = percentage_points(OURS, other, FULL)
-    assert estimate.value == pytest.approx(
-        percent_change(OURS, FULL).value - percent_change(other, FULL).value
-    )
+    assert estimate.value == pytest.approx(percent_change(OURS, FULL).value - percent_change(other, FULL).value)
     against_full = percentage_points(OURS, FULL, FULL)
     assert against_full.value == pytest.approx(percent_change(OURS, FULL).value)
     assert against_full.standard_error == pytest.approx(percent_change(OURS, FULL).standard_error)

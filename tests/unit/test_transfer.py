@@ -67,23 +67,26 @@ def test_rows_are_fetched_by_head(telemetry: Telemetry, kind: type[TransferEngin
     values = torch.randn(batch, heads, length, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     keys_host, values_host = host(values), host(values + 1)
     rows = torch.tensor([[[0, 9, 9], [5, 0, 1], [2, 3, 4]], [[9, 8, 7], [0, 0, 0], [1, 5, 1]]])
-    ticket = kind(telemetry).fetch_rows(keys_host, values_host, rows)
+    counts = torch.tensor([[3, 3, 2], [0, 1, 3]])
+    target = torch.zeros(batch, heads, 3, dim, dtype=dtype), torch.zeros(batch, heads, 3, dim, dtype=dtype)
+    ticket = kind(telemetry).fetch_rows(keys_host, values_host, rows, counts, target)
     keys, fetched = ticket.rows()
     assert keys.shape == (batch, heads, 3, dim) and keys.dtype == dtype
     for b in range(batch):
         for h in range(heads):
-            assert torch.equal(keys[b, h], values[b, h, rows[b, h]])
-            assert torch.equal(fetched[b, h], (values + 1)[b, h, rows[b, h]])
-    assert dict(telemetry.bytes_moved) == {"h2d": 2 * keys.numel() * dtype.itemsize}
+            wanted = rows[b, h, : counts[b, h]]
+            assert torch.equal(keys[b, h, : len(wanted)], values[b, h, wanted])
+            assert torch.equal(fetched[b, h, : len(wanted)], (values + 1)[b, h, wanted])
+    moved = telemetry.end_step().bytes_moved
+    assert moved == {"h2d": 2 * int(counts.sum()) * dim * dtype.itemsize}, "padding is not counted"
     assert all(again is first for again, first in zip(ticket.rows(), (keys, fetched), strict=True))
 
 
 def test_fetching_no_rows(telemetry: Telemetry) -> None:
-    keys, values = (
-        ImmediateTransfer(telemetry)
-        .fetch_rows(host(torch.ones(1, 2, 5, 4)), host(torch.ones(1, 2, 5, 4)), torch.zeros(1, 2, 0, dtype=torch.int64))
-        .rows()
-    )
+    rows, counts = torch.zeros(1, 2, 0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    target = torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 0, 4)
+    table = host(torch.ones(1, 2, 5, 4))
+    keys, values = ImmediateTransfer(telemetry).fetch_rows(table, table, rows, counts, target).rows()
     assert keys.shape == values.shape == (1, 2, 0, 4)
 
 
