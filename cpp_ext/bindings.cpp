@@ -13,10 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "dispatch.h"
 #include "scan_worker.h"
 
 namespace py = pybind11;
+using hybridgen::AttendRequest;
+using hybridgen::ChooseRequest;
 using hybridgen::KeyType;
 using hybridgen::ScanRequest;
 using hybridgen::ScanWorker;
@@ -68,11 +71,11 @@ void close_all() {
   }
 }
 
-KeyType key_type_of(const std::string& name) {
+KeyType key_type_of(const std::string& name, const char* argument = "key_type") {
   if (name == "float32") return KeyType::Float32;
   if (name == "float16") return KeyType::Float16;
   if (name == "bfloat16") return KeyType::BFloat16;
-  throw std::invalid_argument("key_type='" + name + "': must be one of float32, float16, bfloat16");
+  throw std::invalid_argument(argument + ("='" + name) + "': must be one of float32, float16, bfloat16");
 }
 
 WorkerHolder make_worker(int threads, const std::vector<int>& cores, const std::string& isa) {
@@ -99,6 +102,88 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
   std::tie(request.out_batch_stride, request.out_head_stride) = out_strides;
   request.scale = scale;
   return worker.submit(std::move(request), hold);
+}
+
+// Tensors as tuples: an address, for keys and values the type, strides in elements.
+using HeadsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+using KvArgument = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
+using EmptyArgument = std::tuple<std::uintptr_t, std::int64_t>;
+using ShapeArgument = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+hybridgen::HeadRows heads_of(const HeadsArgument& from) {
+  return {pointer<const float>(std::get<0>(from)), std::get<1>(from), std::get<2>(from)};
+}
+
+hybridgen::KvRows kv_of(const KvArgument& from, const char* argument) {
+  return {pointer<const void>(std::get<0>(from)), key_type_of(std::get<1>(from), argument), std::get<2>(from),
+          std::get<3>(from), std::get<4>(from)};
+}
+
+hybridgen::EmptySlots empty_of(const EmptyArgument& from) {
+  return {pointer<const bool>(std::get<0>(from)), std::get<1>(from)};
+}
+
+hybridgen::AttentionShape shape_of(const ShapeArgument& from) {
+  hybridgen::AttentionShape s;
+  std::tie(s.batch, s.num_heads, s.num_kv_heads, s.head_dim, s.device_rows, s.host_rows) = from;
+  return s;
+}
+
+std::int64_t choose(const ShapeArgument& shape, const HeadsArgument& query, const KvArgument& keys,
+                    const EmptyArgument& empty, const HeadsArgument& host_logits, float scale,
+                    std::vector<std::int64_t> lengths, std::vector<std::int64_t> floor, std::vector<std::int64_t> most,
+                    double mass, std::uintptr_t rows, std::uintptr_t padding, std::uintptr_t counts,
+                    std::uintptr_t masses, const std::string& isa) {
+  ChooseRequest request;
+  request.shape = shape_of(shape);
+  if (static_cast<std::int64_t>(lengths.size()) != request.shape.batch) {
+    throw std::invalid_argument("len(lengths)=" + std::to_string(lengths.size()) + ": must be batch=" +
+                                std::to_string(request.shape.batch));
+  }
+  request.query = heads_of(query);
+  request.keys = kv_of(keys, "keys");
+  request.empty = empty_of(empty);
+  request.host_logits = heads_of(host_logits);
+  request.scale = scale;
+  request.lengths = std::move(lengths);
+  request.floor = std::move(floor);
+  request.most = std::move(most);
+  request.mass = mass;
+  request.rows = pointer<std::int64_t>(rows);
+  request.padding = pointer<bool>(padding);
+  request.counts = pointer<std::int64_t>(counts);
+  request.masses = pointer<float>(masses);
+  const auto& kernels = hybridgen::select_isa(isa);
+  WithoutGil here;
+  return hybridgen::choose(request, kernels);
+}
+
+void attend(const ShapeArgument& shape, const HeadsArgument& query, const KvArgument& keys, const KvArgument& values,
+            const EmptyArgument& empty, const KvArgument& host_keys, const KvArgument& host_values, std::int64_t kept,
+            std::uintptr_t rows, std::uintptr_t counts, float scale, std::uintptr_t context, std::uintptr_t log_sum,
+            const std::string& isa) {
+  AttendRequest request;
+  request.shape = shape_of(shape);
+  request.query = heads_of(query);
+  request.keys = kv_of(keys, "keys");
+  request.values = kv_of(values, "values");
+  request.empty = empty_of(empty);
+  request.host_keys = kv_of(host_keys, "host_keys");
+  request.host_values = kv_of(host_values, "host_values");
+  request.kept = kept;
+  request.rows = pointer<const std::int64_t>(rows);
+  request.counts = pointer<const std::int64_t>(counts);
+  request.scale = scale;
+  request.context = pointer<float>(context);
+  request.log_sum = pointer<float>(log_sum);
+  const auto& kernels = hybridgen::select_isa(isa);
+  WithoutGil here;
+  hybridgen::attend(request, kernels);
 }
 
 double seconds(ScanWorker::Clock::time_point time) {
@@ -131,6 +216,40 @@ PYBIND11_MODULE(_C, m) {
   m.def("selected_isa", [] { return std::string(hybridgen::select_isa().name); },
         "The variant that a new ScanWorker uses: the one that the environment variable HYBRIDGEN_CPU_ISA names,\n"
         "else the best. ValueError if it names one that is unknown or cannot run here.");
+
+  m.def("choose", &choose, py::arg("shape"), py::arg("query"), py::arg("keys"), py::arg("empty"),
+        py::arg("host_logits"), py::arg("scale"), py::arg("lengths"), py::arg("floor"), py::arg("most"),
+        py::arg("mass"), py::arg("rows"), py::arg("padding"), py::arg("counts"), py::arg("masses"),
+        py::arg("isa") = "", R"(Which host rows are kept; returns K, the most that one KV head keeps. One thread, the GIL released.
+
+p is the mean over a KV head's query heads of each head's softmax over device rows (scored here) and host rows. Of
+sequence b are kept, best first and of equal ones the lower row first: most[b] rows, or, where mass < 1, the fewest that
+together with the device rows hold `mass` of p, but at least floor[b] and at most most[b].
+
+shape: (batch, num_heads, num_kv_heads, head_dim, device_rows, host_rows).
+query: (address, batch stride, head stride), fp32 [batch, num_heads, head_dim], channel stride 1; strides in elements.
+keys: (address, type, batch, head, row stride), [batch, num_kv_heads, device_rows, head_dim], type as in submit().
+empty: (address, batch stride), bool [batch, device_rows]: slots without a token; what they hold is not read.
+host_logits: (address, batch, head stride), fp32 [batch, num_heads, host_rows]; of sequence b the first lengths[b].
+rows (int64), padding (bool): addresses of room for [batch, num_kv_heads, max(most)]; [batch, num_kv_heads, K],
+    contiguous, is written. Rows beyond a head's count are 0, and padding is true there.
+counts (int64), masses (fp32; what device rows and kept rows hold of p): addresses of [batch, num_kv_heads].
+isa: kernel variant, for tests; empty: selected_isa().
+
+ValueError: names the argument, its value and what is allowed.)");
+
+  m.def("attend", &attend, py::arg("shape"), py::arg("query"), py::arg("keys"), py::arg("values"), py::arg("empty"),
+        py::arg("host_keys"), py::arg("host_values"), py::arg("kept"), py::arg("rows"), py::arg("counts"),
+        py::arg("scale"), py::arg("context"), py::arg("log_sum"), py::arg("isa") = "",
+        R"(Attention with one softmax over device rows and chosen host rows. One thread, the GIL released.
+
+shape, query, keys, empty, isa: see choose(). values, host_keys, host_values: like keys, the host's with host_rows rows.
+kept: the width of rows; 0: the host is left out, its addresses are not used.
+rows: address of int64 [batch, num_kv_heads, kept], counts: of int64 [batch, num_kv_heads]: how many of them count.
+context: address of fp32 [batch, num_heads, head_dim]. log_sum: 0, or address of fp32 [batch, num_heads], which gets
+    log sum exp(logit). Without any row a sequence gets 0 and -inf.
+
+ValueError: names the argument, its value and what is allowed.)");
 
   py::class_<ScanWorker, WorkerHolder>(m, "ScanWorker", R"(Threads that compute attention logits from keys in host memory.
 

@@ -29,13 +29,22 @@ class KeepRule:
 class LayerPlan:
     """What one layer does in one decode step, as the scheduler planned it.
 
-    scan_tokens is None for a full scan (Post-QKT: every host token is scored by its stored key).
+    post_qkt: every host token is scored by its stored key. pre_qkt: candidates are named first, and
+    only they are scored; K is what `keep` gives for the whole host tier, not for the candidates.
+    keep, extra: K = min(host, ceil(extra x the K that `keep` gives)). `keep` is the floor; its cap
+        does not bind what `extra` (>= 1) adds.
+    scan_tokens: the number of candidates of a pre_qkt layer, the most recent and the heavy ones, and
+        never fewer than K; None: every host token.
+    trial_tokens: scan sizes to try on a fully scanned layer. Nothing is attended by them: for each, the
+        mass is measured that the best K of as many candidates would have covered.
     """
 
-    mode: Literal["resident", "post_qkt"]
+    mode: Literal["resident", "post_qkt", "pre_qkt"]
     keep: KeepRule | None
     scan_tokens: int | None = None
     probe_mass: bool = False  # measure by the true query what the attended tokens cover
+    extra: float = 1.0
+    trial_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@
 // any header: such an instance would be a weak symbol full of AVX-512 that the linker may hand to baseline code.
 #pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own intrinsics: its bug 105593
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same
 #pragma GCC target("avx512f,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
 
 namespace hybridgen {
@@ -68,17 +69,25 @@ inline __m512 sums_of(const __m512 (&v)[kLanes]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 
-// G heads from `query` and `out` on, `rows` <= 16 rows from `keys` on. `ahead`: elements from a row to the one that
-// is prefetched meanwhile.
-template <class Key, int G>
-void strip(const ScanBlock& block, const float* query, const typename Key::Element* keys, float* out,
-           std::int64_t rows, std::int64_t ahead) {
+// G heads from `query` and `out` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows
+// from one to the one that is prefetched meanwhile.
+template <class Key, int G, bool Listed>
+void strip(const ScanBlock& block, const float* query, std::int64_t first, float* out, std::int64_t rows,
+           std::int64_t ahead) {
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
+  using Element = typename Key::Element;
   const std::int64_t d = block.head_dim;
+  const auto* keys = static_cast<const Element*>(block.keys);
+  const std::int64_t distance = ahead * block.key_stride;
   for (std::int64_t j = 0; j < rows; j += R) {
     const int n = rows - j < R ? static_cast<int>(rows - j) : R;
-    const typename Key::Element* row[R];  // past the end, the last row again: read twice, never stored
-    for (int r = 0; r < R; ++r) row[r] = keys + (j + (r < n ? r : n - 1)) * block.key_stride;
+    const Element* row[R];  // past the end, the last row again: read twice, never stored
+    const Element* next[Listed ? R : 1];
+    for (int r = 0; r < R; ++r) {
+      const std::int64_t at = first + j + (r < n ? r : n - 1);
+      row[r] = keys + (Listed ? block.list[at] : at) * block.key_stride;
+      if constexpr (Listed) next[r] = keys + block.list[at + ahead] * block.key_stride;
+    }
 
     __m512 acc[kLanes];
 #pragma GCC unroll 16
@@ -88,7 +97,12 @@ void strip(const ScanBlock& block, const float* query, const typename Key::Eleme
       __m512 key[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        _mm_prefetch(row[r] + c + ahead, _MM_HINT_T1);  // L2: distant rows at large strides share few sets of L1
+        // Into L2: distant rows at large strides share few sets of L1.
+        if constexpr (Listed) {
+          _mm_prefetch(next[r] + c, _MM_HINT_T0);
+        } else {
+          _mm_prefetch(row[r] + c + distance, _MM_HINT_T1);
+        }
         key[r] = Key::load(mask, row[r] + c);
       }
 #pragma GCC unroll 8
@@ -116,33 +130,163 @@ void strip(const ScanBlock& block, const float* query, const typename Key::Eleme
   }
 }
 
-template <class Key>
-void scan(const ScanBlock& block) {
-  using Element = typename Key::Element;
-  using Strip = void (*)(const ScanBlock&, const float*, const Element*, float*, std::int64_t, std::int64_t);
-  static constexpr Strip kStrips[kMaxHeads + 1] = {
-      nullptr,       strip<Key, 1>, strip<Key, 2>, strip<Key, 3>, strip<Key, 4>,
-      strip<Key, 5>, strip<Key, 6>, strip<Key, 7>, strip<Key, 8>};
-  const std::int64_t passes = (block.group + kMaxHeads - 1) / kMaxHeads;
-  const std::int64_t heads = (block.group + passes - 1) / passes;  // of a pass: even shares, 9 is 5 + 4
-  const std::int64_t row_bytes = block.head_dim * static_cast<std::int64_t>(sizeof(Element));
-  const std::int64_t rows_ahead = kAhead / row_bytes + 1;
+// Query heads of a pass: even shares, 9 is 5 + 4.
+inline std::int64_t heads_of_pass(std::int64_t group) {
+  const std::int64_t passes = (group + kMaxHeads - 1) / kMaxHeads;
+  return (group + passes - 1) / passes;
+}
 
-  const auto* keys = static_cast<const Element*>(block.keys);
+// Rows between a load and the prefetch beside it.
+template <class Key>
+inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
+  return kAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
+}
+
+template <class Key, bool Listed>
+void scan_rows(const ScanBlock& block) {
+  using Strip = void (*)(const ScanBlock&, const float*, std::int64_t, float*, std::int64_t, std::int64_t);
+  static constexpr Strip kStrips[kMaxHeads + 1] = {
+      nullptr,
+      strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
+      strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
+  const std::int64_t heads = heads_of_pass(block.group);
+  const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
+
   for (std::int64_t j = 0; j < block.rows; j += kLanes) {
     const std::int64_t rows = block.rows - j < kLanes ? block.rows - j : kLanes;
     // Prefetches, too, stay within the block: what follows is another thread's or nobody's.
     const bool more = j + kLanes + rows_ahead <= block.rows;
-    const std::int64_t ahead = more ? rows_ahead * block.key_stride : 0;
+    const std::int64_t ahead = more ? rows_ahead : 0;
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
-      kStrips[n](block, block.query + g * block.head_dim, keys + j * block.key_stride,
-                 block.out + g * block.out_stride + j, rows, ahead);
+      kStrips[n](block, block.query + g * block.head_dim, j, block.out + g * block.out_stride + j, rows, ahead);
     }
   }
 }
 
+template <class Key>
+void scan(const ScanBlock& block) {
+  block.list ? scan_rows<Key, true>(block) : scan_rows<Key, false>(block);
+}
+
+// G heads from `weights` on, up to C registers of channels from c on: G * C accumulators walk along the rows, a
+// converted piece of a value serves G heads and a weight C registers.
+template <class Key, int G, int C>
+void columns(const WeighBlock& block, const float* weights, float* out, std::int64_t c, std::int64_t ahead) {
+  using Element = typename Key::Element;
+  const auto* values = static_cast<const Element*>(block.values) + c;
+  __mmask16 mask[C];
+  __m512 acc[G][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+    const std::int64_t rest = block.head_dim - c - i * kLanes;
+    mask[i] = rest >= kLanes ? kAll : rest > 0 ? kAll >> 8 : 0;
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) acc[g][i] = _mm512_maskz_loadu_ps(mask[i], out + g * block.head_dim + c + i * kLanes);
+  }
+  for (std::int64_t j = 0; j < block.rows; ++j) {
+    const Element* row = values + block.list[j] * block.value_stride;
+    const std::int64_t later = j + ahead < block.rows ? j + ahead : block.rows - 1;
+    const Element* next = values + block.list[later] * block.value_stride;
+    __m512 value[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      _mm_prefetch(next + i * kLanes, _MM_HINT_T0);
+      value[i] = Key::load(mask[i], row + i * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      const __m512 weight = _mm512_set1_ps(weights[g * block.weight_stride + j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) acc[g][i] = _mm512_fmadd_ps(weight, value[i], acc[g][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) _mm512_mask_storeu_ps(out + g * block.head_dim + c + i * kLanes, mask[i], acc[g][i]);
+  }
+}
+
+template <class Key, int G>
+void heads_weigh(const WeighBlock& block, const float* weights, float* out) {
+  constexpr int C = G <= 6 ? 4 : 2;  // at most 24 accumulators
+  const std::int64_t ahead = rows_of_ahead<Key>(block.head_dim);
+  for (std::int64_t c = 0; c < block.head_dim; c += C * kLanes) columns<Key, G, C>(block, weights, out, c, ahead);
+}
+
+template <class Key>
+void weigh(const WeighBlock& block) {
+  using Heads = void (*)(const WeighBlock&, const float*, float*);
+  static constexpr Heads kHeads[kMaxHeads + 1] = {
+      nullptr,
+      heads_weigh<Key, 1>, heads_weigh<Key, 2>, heads_weigh<Key, 3>, heads_weigh<Key, 4>,
+      heads_weigh<Key, 5>, heads_weigh<Key, 6>, heads_weigh<Key, 7>, heads_weigh<Key, 8>};
+  if (block.rows == 0) return;
+  const std::int64_t heads = heads_of_pass(block.group);
+  for (std::int64_t g = 0; g < block.group; g += heads) {
+    const std::int64_t n = block.group - g < heads ? block.group - g : heads;
+    kHeads[n](block, block.weights + g * block.weight_stride, block.out + g * block.head_dim);
+  }
+}
+
+inline __mmask16 lanes_of(std::int64_t rest) { return rest >= kLanes ? kAll : (1u << rest) - 1; }
+
+float maximum(const float* x, std::int64_t n) {
+  const __m512 least = _mm512_set1_ps(-__builtin_inff());
+  __m512 most[2] = {least, least};
+  for (std::int64_t i = 0; i < n; i += 2 * kLanes) {
+    most[0] = _mm512_max_ps(most[0], _mm512_mask_loadu_ps(least, lanes_of(n - i), x + i));
+    if (n - i > kLanes) {
+      most[1] = _mm512_max_ps(most[1], _mm512_mask_loadu_ps(least, lanes_of(n - i - kLanes), x + i + kLanes));
+    }
+  }
+  return _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1]));
+}
+
+// e^x = 2^n * e^r with |r| <= ln 2 / 2; e^r by its minimax polynomial (Cephes), 2^n by vscalefps, down to subnormals.
+inline __m512 exp_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // far below the last subnormal; in this order NaN stays NaN
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+float exponentials(const float* x, float shift, float* out, std::int64_t n) {
+  const __m512 base = _mm512_set1_ps(shift);
+  __m512 sum = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const __mmask16 lanes = lanes_of(n - i);
+    const __m512 value = exp_of(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, x + i), base));
+    sum = _mm512_mask_add_ps(sum, lanes, sum, value);
+    if (out) _mm512_mask_storeu_ps(out + i, lanes, value);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+void combine(const float* x, std::int64_t stride, const float* factors, std::int64_t group, float* out,
+             std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const __mmask16 lanes = lanes_of(n - i);
+    __m512 sum = _mm512_setzero_ps();
+    for (std::int64_t g = 0; g < group; ++g) {
+      sum = _mm512_fmadd_ps(_mm512_set1_ps(factors[g]), _mm512_maskz_loadu_ps(lanes, x + g * stride + i), sum);
+    }
+    _mm512_mask_storeu_ps(out + i, lanes, sum);
+  }
+}
+
 constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>, scan<BFloat16>};
+constexpr WeighFn kWeigh[kKeyTypes] = {weigh<Float32>, weigh<Float16>, weigh<BFloat16>};
 
 }  // namespace
 }  // namespace hybridgen
@@ -160,7 +304,11 @@ bool usable() {
 
 }  // namespace
 
-const IsaKernels kAvx512 = {"avx512", usable, {kScan[0], kScan[1], kScan[2]}};
+const IsaKernels kAvx512 = {"avx512",     usable,
+                            {kScan[0], kScan[1], kScan[2]},
+                            {kWeigh[0], kWeigh[1], kWeigh[2]},
+                            maximum,      exponentials,
+                            combine};
 
 }  // namespace hybridgen
 

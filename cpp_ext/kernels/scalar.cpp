@@ -1,6 +1,8 @@
 // The reference: plain C++ that every CPU runs and that the other ISAs are compared with.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "scan.h"
 
@@ -47,7 +49,7 @@ template <class Key>
 void scan(const ScanBlock& block) {
   const auto* keys = static_cast<const typename Key::Element*>(block.keys);
   for (std::int64_t j = 0; j < block.rows; ++j) {
-    const auto* row = keys + j * block.key_stride;
+    const auto* row = keys + (block.list ? block.list[j] : j) * block.key_stride;
     for (std::int64_t first = 0; first < block.group; first += kMaxHeads) {
       const std::int64_t rest = block.group - first;
       const int heads = rest < kMaxHeads ? static_cast<int>(rest) : kMaxHeads;
@@ -70,10 +72,58 @@ void scan(const ScanBlock& block) {
   }
 }
 
+template <class Key>
+void weigh(const WeighBlock& block) {
+  const auto* values = static_cast<const typename Key::Element*>(block.values);
+  for (std::int64_t j = 0; j < block.rows; ++j) {
+    const auto* row = values + block.list[j] * block.value_stride;
+    for (std::int64_t c = 0; c < block.head_dim; c += kLanes) {
+      float value[kLanes];
+      for (int i = 0; i < kLanes; ++i) value[i] = Key::load(row[c + i]);
+      for (std::int64_t g = 0; g < block.group; ++g) {
+        const float weight = block.weights[g * block.weight_stride + j];
+        float* out = block.out + g * block.head_dim + c;
+        for (int i = 0; i < kLanes; ++i) out[i] += weight * value[i];
+      }
+    }
+  }
+}
+
+float maximum(const float* x, std::int64_t n) {
+  float most = -std::numeric_limits<float>::infinity();
+  for (std::int64_t i = 0; i < n; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+float exponentials(const float* x, float shift, float* out, std::int64_t n) {
+  double sum = 0.0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float value = std::exp(x[i] - shift);
+    sum += value;
+    if (out) out[i] = value;
+  }
+  return static_cast<float>(sum);
+}
+
+void combine(const float* x, std::int64_t stride, const float* factors, std::int64_t group, float* out,
+             std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    float sum = 0.0f;
+    for (std::int64_t g = 0; g < group; ++g) sum += factors[g] * x[g * stride + i];
+    out[i] = sum;
+  }
+}
+
 bool usable() { return true; }
 
 }  // namespace
 
-const IsaKernels kScalar = {"scalar", usable, {scan<Float32>, scan<Float16>, scan<BFloat16>}};
+const IsaKernels kScalar = {"scalar",
+                            usable,
+                            {scan<Float32>, scan<Float16>, scan<BFloat16>},
+                            {weigh<Float32>, weigh<Float16>, weigh<BFloat16>},
+                            maximum,
+                            exponentials,
+                            combine};
 
 }  // namespace hybridgen

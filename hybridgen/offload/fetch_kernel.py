@@ -1,6 +1,6 @@
 """The fetch on a GPU: a Triton kernel that reads chosen rows straight out of registered host memory.
 
-A small persistent grid: sixteen blocks keep PCIe full, and leave the other multiprocessors to the layer
+A small persistent grid: a few dozen warps keep PCIe full, and leave the other multiprocessors to the layer
 that runs beside the fetch (measured: a block per few rows starves it).
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = 16
+BLOCKS = 32
 WARPS = 8
 ROWS_A_TURN = 32
 
