@@ -82,6 +82,7 @@ class RuntimeConfig:
     micro_batch: int = 0  # sequences of one micro-batch; 0: all
     worker_threads: int | Literal["auto"] = "auto"
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
+    kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention on the CPU
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
 
 

@@ -97,18 +97,18 @@ void strip(const ScanBlock& block, const float* query, std::int64_t first, float
       __m512 key[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        // Into L2: distant rows at large strides share few sets of L1.
         if constexpr (Listed) {
           _mm_prefetch(next[r] + c, _MM_HINT_T0);
-        } else {
+        } else {  // into L2: distant rows at large strides share few sets of L1
           _mm_prefetch(row[r] + c + distance, _MM_HINT_T1);
         }
         key[r] = Key::load(mask, row[r] + c);
+        if constexpr (G > 1) asm("" : "+v"(key[r]));  // one load, not one in each FMA
       }
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
         __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
-        asm("" : "+v"(q));  // one load, not one in each FMA: queries are rarely aligned, and then a load costs two
+        if constexpr (R > 1) asm("" : "+v"(q));  // queries, too, are rarely aligned, and then a load costs two
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) acc[g * R + r] = _mm512_fmadd_ps(q, key[r], acc[g * R + r]);
       }

@@ -24,83 +24,70 @@ from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 from hybridgen.selection.budget import choose, group_probabilities, mask_beyond, nothing_to_choose
-from hybridgen.types import LayerPlan
+from hybridgen.types import KeepRule, LayerPlan, TokenSelection
 
 
 class HybridAttention(LayerAttention):
-    """State of one layer between `submit`, `choose` and `attend`."""
+    """State of one layer between `submit`, `choose` and `attend`; choice and attention in torch."""
 
     def __init__(
         self,
         layer: int,
         spec: LayerSpec,
         kv: TieredKV,
-        staging: Staging,
         worker: LogitWorker,
         transfer: TransferEngine,
         predicts: bool,
+        staging: Staging | None,
     ) -> None:
+        """staging: where fetched rows go; None for an executor that reads them in place."""
         self.predicts = predicts
         self.host_lengths: list[int] = [0] * len(kv.lengths)
         self._kv, self._staging = kv, staging
         self._layer, self._spec = layer, spec
         self._worker, self._transfer = worker, transfer
         self._telemetry = transfer.telemetry
-        self._plan: LayerPlan | None = None
-        self._local_logits: Tensor | None = None
+        self._rule: KeepRule | None = None
+        self._query: Tensor | None = None
         self._scan: ScanTicket | None = None
         self._fetch: FetchTicket | None = None
         self._submitted = Ticket()
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
-        self._plan = plan
+        self._rule = plan.keep
         self.selection = self._fetch = self.probed_mass = None
         self.host_lengths = self._kv.admit()
         if max(self.host_lengths) == 0:
             self.selection = nothing_to_choose(query.shape[0], self._spec.num_kv_heads, query.device)
             return
-        self._scan = self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
-        self._local_logits = self._local_scores(group_by_kv_head(query, self._spec.num_kv_heads))
+        self._query = query
+        self._scan = self._scan_host(query)
         self._submitted = self._transfer.mark()
 
     def choose(self) -> None:
-        if self._scan is None or self._plan is None or self._plan.keep is None:
+        if self._scan is None:
             return
-        assert self._local_logits is not None
-        host_logits = group_by_kv_head(self._scan.logits(), self._spec.num_kv_heads)
+        assert self._query is not None and self._rule is not None
+        logits = self._scan.logits()
         with self._transfer.beside(self._submitted):
-            self._transfer.hand_over(self._local_logits)
+            self._transfer.hand_over(self._query)
             with self._telemetry.span("choose", self._layer):
-                host_p, local_p = group_probabilities(self._local_logits, host_logits, self.host_lengths)
+                self.selection = self._select(self._query, logits, self._rule)
                 self._scan.release(self._transfer.mark())
-                self.selection = choose(self._plan.keep, host_p, local_p, self.host_lengths)
             with self._telemetry.span("fetch", self._layer):
-                self._fetch = self._transfer.fetch_rows(
-                    self._kv.host_keys,
-                    self._kv.host_values,
-                    self.selection.rows,
-                    self.selection.counts,
-                    self._staging.slot(self._layer, self.selection.rows.shape[2]),
-                )
-        self._scan = self._local_logits = None
+                self._bring(self.selection)
+        self._scan = self._query = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         if not self.predicts:
             self.submit(query, plan)
             self.choose()
+        assert self.selection is not None
         self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
-            grouped = group_by_kv_head(query, self._spec.num_kv_heads)
-            logits, values = [self._local_scores(grouped)], [self._kv.values]
-            if self._fetch is not None and self.selection is not None:
-                keys, fetched_values = self._fetch.rows()
-                chosen = self.selection
-                self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
-                logits.append(attention_logits(grouped, keys, self.selection.padding, self._spec.scale))
-                values.append(fetched_values)
-            context = joint_attention(logits, values)
-        if plan.probe_mass:
-            self._probe(query, logits)
+            context, log_sum = self._attend(query, self.selection, want_log_sum=plan.probe_mass)
+        if log_sum is not None and max(self.host_lengths):
+            self._probe(query, log_sum)
         return context.to(query.dtype).reshape(query.shape[0], -1)
 
     def age(self) -> None:
@@ -113,18 +100,48 @@ class HybridAttention(LayerAttention):
         self._kv.store(sequence, keys, values)
         return self._kv.pending()
 
-    def _local_scores(self, grouped: Tensor) -> Tensor:
+    # What `attention/native.py` does in its own way
+
+    def _select(self, query: Tensor, host_logits: Tensor, rule: KeepRule) -> TokenSelection:
+        """Choose from host_logits [B, Hq, N] and, by the same query [B, Hq, d], sinks and window."""
+        host = group_by_kv_head(host_logits, self._spec.num_kv_heads)
+        host_p, local_p = group_probabilities(self._local_scores(query), host, self.host_lengths)
+        return choose(rule, host_p, local_p, self.host_lengths)
+
+    def _bring(self, chosen: TokenSelection) -> None:
+        """Have K and V of the chosen rows on the device when `_attend` wants them."""
+        assert self._staging is not None
+        target = self._staging.slot(self._layer, chosen.rows.shape[2])
+        keys, values = self._kv.host_keys, self._kv.host_values
+        self._fetch = self._transfer.fetch_rows(keys, values, chosen.rows, chosen.counts, target)
+
+    def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
+        """Context of query [B, Hq, d] over sinks, window, new token and chosen rows, and its log-sum-exp [B, Hq]."""
+        logits, values = [self._local_scores(query)], [self._kv.values]
+        if self._fetch is not None:
+            keys, fetched_values = self._fetch.rows()
+            self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
+            grouped = group_by_kv_head(query, self._spec.num_kv_heads)
+            logits.append(attention_logits(grouped, keys, chosen.padding, self._spec.scale))
+            values.append(fetched_values)
+            self._fetch = None
+        context = joint_attention(logits, values)
+        log_sum = torch.logsumexp(torch.cat(logits, dim=-1), dim=-1).flatten(1) if want_log_sum else None
+        return context, log_sum
+
+    def _local_scores(self, query: Tensor) -> Tensor:
         """Logits of sinks and window: float32 [B, Hkv, G, device rows], -inf where there is no token."""
+        grouped = group_by_kv_head(query, self._spec.num_kv_heads)
         return attention_logits(grouped, self._kv.keys, self._kv.empty, self._spec.scale)
 
-    def _probe(self, query: Tensor, attended: list[Tensor]) -> None:
-        """Compare what was attended (its logits) with all there is, by the true query."""
-        assert self.selection is not None
-        lengths = self.selection.host_lengths
-        if max(lengths) == 0:
-            return
-        scan = self._worker.submit(query, self._kv.host_keys, lengths, self._spec.scale, self._layer)
-        host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), lengths)
-        total = torch.logsumexp(torch.cat((attended[0], host), dim=-1), dim=-1)
+    def _scan_host(self, query: Tensor) -> ScanTicket:
+        return self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
+
+    def _probe(self, query: Tensor, attended: Tensor) -> None:
+        """Compare what was attended, log-sum-exp [B, Hq], with all there is, by the true query."""
+        scan = self._scan_host(query)
+        host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), self.host_lengths)
+        total = torch.logsumexp(torch.cat((self._local_scores(query), host), dim=-1), dim=-1)
         scan.release(self._transfer.mark())
-        self.probed_mass = torch.exp(torch.logsumexp(torch.cat(attended, dim=-1), dim=-1) - total).mean(-1)
+        covered = torch.exp(attended.view(total.shape) - total)
+        self.probed_mass = covered.mean(-1)

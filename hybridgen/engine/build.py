@@ -23,6 +23,7 @@ from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, l
 from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights, weight_bytes
 from hybridgen.models.spec import ModelSpec
 from hybridgen.models.tokenizer import has_tokenizer_files
+from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.placement.plan import GIB, MemoryPlan
 from hybridgen.selection.budget import most_kept
 from hybridgen.types import DTYPES, ExactMode, KeepRule
@@ -172,6 +173,18 @@ def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]
     if threads == "auto":
         return (0 if len(cores) < 4 else len(cores) // 4), []
     return threads, []
+
+
+def native_kernels(config: Config, device: torch.device) -> bool:
+    """Whether choice and attention run in C++: on the CPU, unless torch's are asked for.
+
+    The lazy transfer engine is there to test the torch path, whose transfers can be waited for. Without
+    vector instructions the C++ attention is slower than torch's.
+    """
+    if config.runtime.kernels == "native" and device.type == "cuda":
+        raise ConfigError("runtime.kernels = 'native' are kernels for the CPU (allowed on CUDA: 'auto', 'torch')")
+    automatic = device.type == "cpu" and config.runtime.transfer != "lazy" and selected_isa() != "scalar"
+    return automatic if config.runtime.kernels == "auto" else config.runtime.kernels == "native"
 
 
 def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int]:

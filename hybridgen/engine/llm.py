@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridgen.attention.base import LayerAttention
 from hybridgen.attention.hybrid import HybridAttention
+from hybridgen.attention.hybrid_cpu import CpuHybridAttention
 from hybridgen.attention.resident import ResidentAttention
 from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings
 from hybridgen.engine import build
@@ -185,7 +186,7 @@ class LLM:
         poison = isinstance(self._transfer, LazyTransfer)
         slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
         slab = HostSlab(slab_bytes, self.device, poison)
-        rule = build.keep_rule(self.config)
+        rule, native = build.keep_rule(self.config), build.native_kernels(self.config, self.device)
         stagings: dict[LayerSpec, Staging] = {}
         layers: list[LayerAttention] = []
         for layer, (spec, mode) in enumerate(zip(self.spec.layers, self.modes, strict=True)):
@@ -197,10 +198,13 @@ class LLM:
             tiered = TieredKV(
                 spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
             )
+            lookahead = mode == "lookahead"
+            if native:
+                layers.append(CpuHybridAttention(layer, spec, tiered, self._worker, self._transfer, lookahead, None))
+                continue
             if spec not in stagings:
                 kept = most_kept(rule, self._layout.host_rows(capacity))
                 stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
-            layers.append(
-                HybridAttention(layer, spec, tiered, stagings[spec], self._worker, self._transfer, mode == "lookahead")
-            )
+            staging = stagings[spec]
+            layers.append(HybridAttention(layer, spec, tiered, self._worker, self._transfer, lookahead, staging))
         return layers

@@ -57,6 +57,11 @@ class ScanTicket:
         self._worker._free[_key(self._buffers)].append(self._buffers)
 
 
+def selected_isa() -> str:
+    """The instruction set that the kernels use: the best this CPU has, or what HYBRIDGEN_CPU_ISA says."""
+    return str(_C.selected_isa())
+
+
 class LogitWorker:
     """Owns the scan threads and the buffers between them and the device."""
 

@@ -399,6 +399,63 @@ def begun(random_weights: bool, scanned_less: bool, rule: KeepRule = KEEP) -> Fe
     return schedule
 
 
+def test_under_a_mass_fewer_scanned_keep_no_less_than_full_scans_did() -> None:
+    """A rule that sees candidates only would stop early: the plan asks for the full scans' K."""
+    schedule, machine, rule = scenario("mass")
+    last = drive(schedule, machine, rule, 40)[-1]
+    assert last.layer.mode == "pre_qkt" and last.layer.keep is not None
+    assert machine.floor_tokens(rule) <= last.layer.keep.min_keep < machine.floor_tokens(rule) + 64
+
+
+def test_a_choice_is_left_to_make() -> None:
+    rule = KeepRule(0.1, None, 0)
+    history = drive(FeedbackSchedule(MODES, rule, 0, random_weights=True), SimulatedMachine(cores=0.01), rule, 40)
+    assert all(step.seen.scanned_tokens >= 2 * step.seen.kept_tokens for step in history)
+    assert history[-1].seen.scanned_tokens <= 2 * history[-1].seen.kept_tokens / SCAN_STEP + 64
+
+
+@pytest.mark.parametrize(
+    ("seen", "lowered"),
+    [
+        ({"link_wait_ms": 2.0, "covered_mass": 0.97}, True),  # the link is the cause, and there is a margin
+        ({"link_wait_ms": 2.0, "covered_mass": 0.955}, False),  # --keep-mass lives on the larger K
+        ({"link_wait_ms": 0.0, "covered_mass": 0.97}, False),  # the GPU is the cause: not while fewer are scanned
+    ],
+)
+def test_where_keep_mass_lives_on_the_larger_k(seen: dict[str, float], lowered: bool) -> None:
+    schedule, machine, rule = scenario("mass")
+    extra = drive(schedule, machine, rule, 40)[-1].layer.extra
+    assert extra > 1
+    quiet = {"scan_ms": 2.4, "scan_wait_ms": 0.05, "link_ms": 0.4, "link_wait_ms": 0.0, "gpu_ms": 0.95}
+    quiet |= {"covered_mass": seen["covered_mass"], "trial_mass": 0.9}
+    for _ in range(30):  # within the dead band, until the averages know nothing else
+        schedule.observe(observed(**quiet))
+    assert schedule.plan(70).layers[20].extra == extra
+    for _ in range(12):
+        schedule.observe(observed(**{**quiet, "scan_wait_ms": 0.0, **seen}))
+    now = schedule.plan(82).layers[20]
+    assert now.mode == "pre_qkt" and (now.extra < extra) is lowered
+
+
+@pytest.mark.parametrize(("link_wait", "raised"), [(0.0, True), (0.3, True), (1.0, False)])
+def test_k_is_raised_only_into_time_that_the_link_has_left(link_wait: float, raised: bool) -> None:
+    schedule = begun(False, False)
+    for _ in range(3):
+        schedule.observe(observed(scan_wait_ms=1.0, link_wait_ms=link_wait, link_ms=0.5, trial_mass=0.5))
+    assert (schedule.plan(9).layers[-1].extra > 1) is raised
+
+
+def test_a_target_is_not_missed_while_something_can_still_be_done() -> None:
+    schedule = FeedbackSchedule(MODES, KEEP, 16, random_weights=True, target_ms=1)
+    machine, missed = SimulatedMachine(), []
+    for step in range(20):
+        plan = schedule.plan(step)
+        schedule.observe(machine.run(plan, KEEP))
+        missed.append((schedule.target_missed, schedule.plan(step + 1) != plan))
+    assert missed[-1] == (True, False)
+    assert not missed[2][0] and not any(is_missed and moved for is_missed, moved in missed[:15])
+
+
 def test_state_is_of_one_request() -> None:
     first = scenario("random weights")
     drive(*first, 40)

@@ -137,9 +137,10 @@ class FeedbackSchedule:
         self._decide()
         if (level, extra) != (self._level, self._extra):
             self._times = RunningAverages(TIME_WEIGHT)
-            # What was found by trial for the level that is now taken stays known, unless K is another.
-            known = () if extra != self._extra else (str(level), str(level + 1))
-            self._coverage.keep(name for name in known if name in (str(self._level), str(self._level + 1)))
+            # What was found by trial for the level that is now taken stays known. With another K it
+            # stays where it is a ratio (--keep alone), which K hardly moves.
+            known = {level, level + 1} if extra == self._extra or self._rule.mass is None else set()
+            self._coverage.keep(str(one) for one in known & {self._level, self._level + 1})
 
     def _decide(self) -> None:
         step_ms, target = self._times["step"], self._target_ms
@@ -225,7 +226,7 @@ class FeedbackSchedule:
             if most < self._extra * SMALL_CHANGE:
                 return False
         before = self._extra
-        self._extra = 1.0 if wanted < SMALL_CHANGE else round(min(wanted, most), 3)
+        self._extra = 1.0 if wanted < SMALL_CHANGE else math.floor(1000 * min(wanted, most)) / 1000
         return self._extra != before
 
     @property
@@ -267,7 +268,7 @@ class FeedbackSchedule:
 
     def _scan_tokens(self, level: int) -> int:
         """Candidates at a level, in whole blocks of 64."""
-        return math.ceil(SCAN_STEP**level * self._host_tokens / 64) * 64
+        return max(LEAST_SCAN, math.ceil(SCAN_STEP**level * self._host_tokens / 64) * 64)
 
     def _controlled_plan(self) -> LayerPlan:
         if not self._level:
