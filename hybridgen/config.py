@@ -46,7 +46,9 @@ class AttentionConfig:
     """Where attention runs, and which query chooses."""
 
     executor: Literal["hybrid", "full"] = "hybrid"
-    lookahead: Literal["select", "off"] = "select"
+    lookahead: Literal["select", "logits", "off"] = "select"
+    predictor: Literal["x", "delta"] = "x"  # what the next layer's query is predicted from: lookahead.md
+    dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ _VARIANT_WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "keep-mass": ("selection.keep_mass", float),
     "min-keep": ("selection.min_keep", int),
     "lookahead": ("attention.lookahead", str),
+    "predictor": ("attention.predictor", str),
+    "dropped": ("attention.dropped", str),
     "gpu-window": ("cache.gpu_window", parse_tokens),
 }
 

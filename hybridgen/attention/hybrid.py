@@ -111,9 +111,9 @@ class HybridAttention(LayerAttention):
     def _bring(self, chosen: TokenSelection) -> None:
         """Have K and V of the chosen rows on the device when `_attend` wants them."""
         assert self._staging is not None
-        target = self._staging.slot(self._layer, chosen.rows.shape[2])
-        keys, values = self._kv.host_keys, self._kv.host_values
-        self._fetch = self._transfer.fetch_rows(keys, values, chosen.rows, chosen.counts, target)
+        targets = self._staging.slot(self._layer, chosen.rows.shape[2])
+        sources = [self._kv.host_keys, self._kv.host_values]
+        self._fetch = self._transfer.fetch_rows(sources, chosen.rows, chosen.counts, targets)
 
     def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
         """Context of query [B, Hq, d] over sinks, window, new token and chosen rows, and its log-sum-exp [B, Hq]."""

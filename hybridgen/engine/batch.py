@@ -31,6 +31,8 @@ class MicroBatch:
         self.layers = layers
         self.lengths = [0] * len(members)
         self.device = device
+        #: [layers, B, hidden]: what the last token's residual stream changed by in each layer (predictor `delta`).
+        self.changes: Tensor | None = None
         self._layout = layout
         self._index = torch.zeros(len(members), dtype=torch.int64, device=device)
 
@@ -82,6 +84,12 @@ class Batch:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return [length for micro_batch in self.micro_batches for length in micro_batch.lengths]
+
+    def remember_changes(self, layers: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Make room for what the predictor `delta` needs of the previous token."""
+        for micro_batch in self.micro_batches:
+            shape = (layers, len(micro_batch.members), hidden_size)
+            micro_batch.changes = torch.zeros(shape, dtype=dtype, device=micro_batch.device)
 
     def host_lengths(self, layer: int) -> list[int]:
         """Rows of each sequence in the host tier of a layer, as its last scan saw them."""

@@ -22,5 +22,5 @@ def layer_modes(config: Config, num_layers: int, exact: ExactMode) -> tuple[Laye
     if config.attention.executor == "full":
         return all_resident(num_layers)
     exact_layers = {0, *config.model.exact_layers}
-    other: LayerMode = "lookahead" if config.attention.lookahead == "select" else "select"
+    other: LayerMode = "select" if config.attention.lookahead == "off" else "lookahead"
     return tuple(exact if layer in exact_layers else other for layer in range(num_layers))

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridgen.attention.base import LayerAttention
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.hybrid_cpu import CpuHybridAttention
+from hybridgen.attention.hybrid_logits import LogitsHybridAttention
 from hybridgen.attention.resident import ResidentAttention
 from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings
 from hybridgen.engine import build
@@ -149,7 +150,10 @@ class LLM:
     def new_batch(self, capacities: Sequence[int]) -> Batch:
         """Room for sequences of up to capacities[b] tokens, prompt and generated together."""
         self.model.extend_positions(max(capacities, default=0) or 1)
-        return Batch(capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device)
+        batch = Batch(capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device)
+        if self.config.attention.predictor == "delta":
+            batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
+        return batch
 
     def prefill(
         self,
@@ -198,13 +202,17 @@ class LLM:
             tiered = TieredKV(
                 spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
             )
-            lookahead = mode == "lookahead"
-            if native:
-                layers.append(CpuHybridAttention(layer, spec, tiered, self._worker, self._transfer, lookahead, None))
+            predicts = mode == "lookahead"
+            weighs = predicts and self.config.attention.lookahead == "logits"
+            if native and not weighs:
+                layers.append(CpuHybridAttention(layer, spec, tiered, self._worker, self._transfer, predicts, None))
                 continue
             if spec not in stagings:
                 kept = most_kept(rule, self._layout.host_rows(capacity))
                 stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
-            staging = stagings[spec]
-            layers.append(HybridAttention(layer, spec, tiered, self._worker, self._transfer, lookahead, staging))
+            executor = LogitsHybridAttention if weighs else HybridAttention
+            attention = executor(layer, spec, tiered, self._worker, self._transfer, predicts, stagings[spec])
+            if isinstance(attention, LogitsHybridAttention):
+                attention.renormalise = self.config.attention.dropped == "renormalise"
+            layers.append(attention)
         return layers

@@ -57,14 +57,17 @@ class Runner:
 
         if looks_ahead:
             with span("predict", following):
-                predicted = model.query(following, weights[following], state.x, state.positions)
+                guess = state.x if state.changes is None else state.x + state.changes[layer]
+                predicted = model.query(following, weights[following], guess, state.positions)
                 state.layers[following].submit(predicted, plan.layers[following])
         with span("qkv", layer):
             query, key, value = model.qkv(layer, weights[layer], state.x, state.positions)
         attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
-            state.x = model.finish(layer, weights[layer], state.x, context)
+            before, state.x = state.x, model.finish(layer, weights[layer], state.x, context)
+            if state.changes is not None:
+                torch.sub(state.x, before, out=state.changes[layer])
         attention.age()
 
     @torch.inference_mode()
@@ -105,6 +108,7 @@ class Runner:
         """All tokens of all sequences through one layer; K and V then move to where they are kept."""
         model, weights, spec = self.model, self._layers[layer], self.model.spec.layers[layer]
         attention = state.micro_batch.layers[layer]
+        before = state.x[state.last]
         for sequence, (start, end) in enumerate(state.ranges):
             past, length = state.past[sequence], state.lengths[sequence]
             if len(copies) > 1:  # the sequence before last has left its K and V
@@ -126,6 +130,9 @@ class Runner:
             for mirror in mirrors:
                 tickets = tickets + mirror.layers[layer].store(sequence, keys, values)
             copies.append(tickets)
+        for micro_batch in (state.micro_batch, *mirrors):
+            if micro_batch.changes is not None:
+                torch.sub(state.x[state.last], before, out=micro_batch.changes[layer])
 
     def _check_room(self, batches: Sequence[Batch], prompts: Sequence[Sequence[int]]) -> None:
         for batch in batches:
@@ -148,7 +155,7 @@ class _DecodeState:
     def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor) -> None:
         if max(micro_batch.lengths) >= micro_batch.capacity:
             raise ValueError(f"a sequence has reached its capacity of {micro_batch.capacity} tokens")
-        self.layers = micro_batch.layers
+        self.layers, self.changes = micro_batch.layers, micro_batch.changes
         self.place = micro_batch.next_place()
         self.positions = model.positions(self.place.index)
         members = micro_batch.members

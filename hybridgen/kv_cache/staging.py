@@ -19,8 +19,8 @@ class Staging:
         self._slots = torch.zeros((2, 2, batch * heads * rows * head_dim), dtype=dtype, device=device)
         self._shape = (batch, heads, head_dim)
 
-    def slot(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+    def slot(self, layer: int, rows: int) -> list[Tensor]:
         """K and V, each contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
         batch, heads, head_dim = self._shape
         keys, values = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
-        return keys.view(batch, heads, rows, head_dim), values.view(batch, heads, rows, head_dim)
+        return [keys.view(batch, heads, rows, head_dim), values.view(batch, heads, rows, head_dim)]

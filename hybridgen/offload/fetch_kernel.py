@@ -18,8 +18,8 @@ ROWS_A_TURN = 32
 
 @triton.jit
 def _fetch_rows(
-    keys, values, rows, counts, out_keys, out_values, host_rows, kept, heads,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TURN: tl.constexpr, GRID: tl.constexpr,
+    first, second, rows, counts, out_first, out_second, host_rows, kept, heads,
+    BOTH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TURN: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, DIM_PADDED)
     for start in range(tl.program_id(0) * TURN, heads * kept, GRID * TURN):
@@ -32,19 +32,21 @@ def _fetch_rows(
         source = (head.to(tl.int64) * host_rows + row)[:, None] * DIM + channel[None, :]
         target = index.to(tl.int64)[:, None] * DIM + channel[None, :]
         mask = wanted[:, None] & (channel < DIM)[None, :]
-        tl.store(out_keys + target, tl.load(keys + source, mask=mask), mask=mask)
-        tl.store(out_values + target, tl.load(values + source, mask=mask), mask=mask)
+        tl.store(out_first + target, tl.load(first + source, mask=mask), mask=mask)
+        if BOTH:
+            tl.store(out_second + target, tl.load(second + source, mask=mask), mask=mask)
 
 
-def fetch_rows(
-    keys: Tensor, values: Tensor, rows: Tensor, counts: Tensor, out_keys: Tensor, out_values: Tensor
-) -> None:
-    """Copy the first counts[b, h] rows of each head; all tensors contiguous and visible to the device.
+def fetch_rows(sources: list[Tensor], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> None:
+    """Copy the first counts[b, h] rows of each head, of one or two tables; all contiguous, visible to the device.
 
-    keys, values: [B, Hkv, N, d]; rows: int64 [B, Hkv, K]; counts: int64 [B, Hkv]; out: [B, Hkv, K, d].
+    sources: [B, Hkv, N, d] each; rows: int64 [B, Hkv, K]; counts: int64 [B, Hkv]; targets: [B, Hkv, K, d].
     """
-    batch, heads, host_rows, dim = keys.shape
+    batch, heads, host_rows, dim = sources[0].shape
+    if rows.shape[2] == 0:
+        return
     _fetch_rows[(BLOCKS,)](
-        keys, values, rows, counts, out_keys, out_values, host_rows, rows.shape[2], batch * heads,
-        DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), TURN=ROWS_A_TURN, GRID=BLOCKS, num_warps=WARPS,
+        sources[0], sources[-1], rows, counts, targets[0], targets[-1], host_rows, rows.shape[2], batch * heads,
+        BOTH=len(sources) == 2, DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), TURN=ROWS_A_TURN, GRID=BLOCKS,
+        num_warps=WARPS,
     )  # fmt: skip

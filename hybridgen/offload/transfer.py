@@ -37,16 +37,16 @@ class Ticket:
 
 
 class FetchTicket:
-    """Rows under way from the host tier: K and V, each [B, Hkv, rows, head_dim]."""
+    """Rows under way from the host tier, each target [B, Hkv, rows, head_dim]."""
 
-    def __init__(self, ticket: Ticket, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, ticket: Ticket, targets: list[Tensor]) -> None:
         self._ticket = ticket
-        self._rows = (keys, values)
+        self._targets = targets
 
-    def rows(self) -> tuple[Tensor, Tensor]:
+    def rows(self) -> list[Tensor]:
         """Wait, and hand out; valid until the layer after next fetches."""
         self._ticket.wait()
-        return self._rows
+        return self._targets
 
 
 class TransferEngine(ABC):
@@ -63,17 +63,15 @@ class TransferEngine(ABC):
         self.telemetry.count_bytes(direction, target.numel() * target.element_size())
         return self._issue([target], lambda: target.copy_(source, non_blocking=True), direction, [source])
 
-    def fetch_rows(
-        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
-    ) -> FetchTicket:
+    def fetch_rows(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> FetchTicket:
         """Bring rows of the host tier to the device, in the stream of whoever calls.
 
-        keys, values: [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, in [0, N); counts: int64
-        [B, Hkv], how many of them are wanted; target: K and V, contiguous [B, Hkv, K, d].
+        sources: K and V, or one of them, each [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, in
+        [0, N); counts: int64 [B, Hkv], how many of them are wanted; targets: contiguous [B, Hkv, K, d].
         """
-        row_bytes = 2 * keys.tensor.shape[3] * keys.tensor.element_size()
+        row_bytes = sum(source.tensor.shape[3] * source.tensor.element_size() for source in sources)
         self.telemetry.count_on_device("h2d", counts, row_bytes)
-        return FetchTicket(self._fetch(keys, values, rows, counts, target), *target)
+        return FetchTicket(self._fetch(sources, rows, counts, targets), targets)
 
     def mark(self) -> Ticket:
         """This point of the running stream; what was issued before it is over when the ticket is."""
@@ -86,19 +84,17 @@ class TransferEngine(ABC):
     def hand_over(self, *tensors: Tensor) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """These tensors, made in another stream, are used in the running one."""
 
-    def _fetch(
-        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
-    ) -> Ticket:
+    def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
         """The torch twin of `fetch_kernel.fetch_rows` (it fetches the padding, too)."""
-        batch, heads, length, dim = keys.tensor.shape
+        batch, heads, length, dim = sources[0].tensor.shape
         first_row = torch.arange(batch * heads, device=rows.device).view(batch, heads, 1) * length
         flat = (rows + first_row).view(-1)
 
         def gather() -> None:
-            for out, source in zip(target, (keys, values), strict=True):
+            for out, source in zip(targets, sources, strict=True):
                 torch.index_select(source.device_view.view(-1, dim), 0, flat, out=out.view(-1, dim))
 
-        return self._issue(list(target), gather, "h2d", [flat])
+        return self._issue(targets, gather, "h2d", [flat])
 
     @abstractmethod
     def _issue(
@@ -199,12 +195,10 @@ class CudaTransfer(TransferEngine):
         for tensor in tensors:
             tensor.record_stream(stream)
 
-    def _fetch(
-        self, keys: HostBuffer, values: HostBuffer, rows: Tensor, counts: Tensor, target: tuple[Tensor, Tensor]
-    ) -> Ticket:
+    def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
         from hybridgen.offload.fetch_kernel import fetch_rows  # Triton: only where there is a GPU
 
-        fetch_rows(keys.device_view, values.device_view, rows.contiguous(), counts.contiguous(), *target)
+        fetch_rows([source.device_view for source in sources], rows.contiguous(), counts.contiguous(), targets)
         return self.mark()
 
     def _issue(

@@ -36,6 +36,11 @@ def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **o
         "model.exact_layers": list(settings.exact_layers),
         "model.exact_layers_mode": settings.exact_mode,
     }
+    # Defaults are left to the engine, so that they are tested too.
+    if settings.predictor != "x":
+        values["attention.predictor"] = settings.predictor
+    if settings.dropped != "share":
+        values["attention.dropped"] = settings.dropped
     values |= {name.replace("__", "."): value for name, value in overrides.items()}
     return LLM(model=str(directory), overrides=values, strategy=strategy)
 

@@ -5,7 +5,8 @@ directly. It shares no code with the engine. Slow, and meant to be read next to 
 
 * "What is kept": `cap`, `choose`
 * "Host tier and ageing": `prefill_host_length`, `ageing_threshold`
-* "select" / "off" / "Exact layers": `DenseSimulation.decode`
+* "select" / "logits" / "off" / "Exact layers": `DenseSimulation.decode`, `DenseSimulation._attend`
+* lookahead.md, "x" and "delta": `DenseSimulation._predicted_query`
 
 Where contracts.md leaves a choice, this file takes:
 * "Appended chunks follow the same rule" is the rule of the prefill, over the whole length, in every layer: the
@@ -14,6 +15,13 @@ Where contracts.md leaves a choice, this file takes:
 * A mass of 1 keeps every token, however sums are rounded: no probability is 0.
 * Exact layers keep their mode with lookahead `off`; layer 0 is exact even when it is not listed.
 * L of the stagger counts all layers, resident ones included.
+* `logits`, per query head: one softmax over the device's rows (sinks, window, new token) by the true query and
+  over host rows by q'. `dropped="share"`: over all host rows, of which only the kept ones add their V.
+  `dropped="renormalise"`: over the kept ones alone. Which are kept is what `select` keeps.
+* Exact layers of mode `select` do not become `logits` layers: they never use q', and "K chosen with the true query"
+  is what `select` and `off` do, a softmax over the attended rows alone, whatever `dropped` says.
+* `delta`: the previous token's residual is the one that the cache was made with, by decode (with what was kept) or
+  by the prefill, and its last chunk, that came last.
 """
 
 from __future__ import annotations
@@ -44,7 +52,9 @@ class Settings:
     keep: int | float | None = 0.1
     keep_mass: float | None = None
     min_keep: int = 0
-    lookahead: Literal["select", "off"] = "select"
+    lookahead: Literal["select", "logits", "off"] = "select"
+    predictor: Literal["x", "delta"] = "x"
+    dropped: Literal["share", "renormalise"] = "share"  # of `logits`
     exact_layers: tuple[int, ...] = (0,)
     exact_mode: Literal["resident", "select"] = "resident"
 
@@ -322,6 +332,8 @@ class DenseSimulation:
         self.values = [empty] * model.num_layers
         self.host_lengths = [0] * model.num_layers  # as the layer's next submission will see it
         self.length = 0
+        # What the last token's residual stream went through in each layer: its output minus its input.
+        self.changes: list[Tensor] = []  # [1, hidden] each
 
     def tiered(self, layer: int) -> bool:
         return not (self.is_exact(layer) and self.settings.exact_mode == "resident")
@@ -329,19 +341,25 @@ class DenseSimulation:
     def is_exact(self, layer: int) -> bool:
         return layer == 0 or layer in self.settings.exact_layers  # layer 0 has no predecessor
 
+    def is_predicted(self, layer: int) -> bool:
+        return self.settings.lookahead != "off" and not self.is_exact(layer)
+
     def prefill(self, tokens: Sequence[int]) -> Tensor:
         """Exact attention over everything; also a further turn. Returns the last token's logits."""
         model, first = self.model, self.length
         x = model.embed(tokens, first)
         total = first + len(tokens)
         visible = torch.arange(total)[None, :] <= torch.arange(first, total)[:, None]
+        last_inputs = []
         for layer in range(model.num_layers):
             query = model.query(layer, x, first)
             self._append(layer, x, first)
             logits = self._logits(query, self.keys[layer]).masked_fill(~visible, -math.inf)
             context = logits.softmax(-1) @ self._per_query_head(self.values[layer])
+            last_inputs.append(x[-1:])
             x = model.after_attention(layer, x, context)
         self.length = total
+        self.changes = [after - before for before, after in pairwise([*last_inputs, x[-1:]])]
         host = prefill_host_length(total, self.settings.sinks, self.settings.window)
         assert all(host >= before for before in self.host_lengths)
         self.host_lengths = [host if self.tiered(layer) else 0 for layer in range(model.num_layers)]
@@ -352,32 +370,56 @@ class DenseSimulation:
         judged and, where they differ within the tolerances, used, so that a tie does not spread."""
         model, settings, position = self.model, self.settings, self.length
         x = model.embed([token], position)
-        previous = None  # the input of the layer before
+        inputs: list[Tensor] = []  # of the layers so far
         records = []
         for layer in range(model.num_layers):
             query = model.query(layer, x, position)
-            predicted = settings.lookahead == "select" and not self.is_exact(layer)
-            chooser = model.query(layer, previous, position) if predicted and previous is not None else query
+            predicted = self._predicted_query(layer, inputs, query) if self.is_predicted(layer) else query
             record = LayerRecord(self.tiered(layer), self.host_lengths[layer], [], [], position + 1)
             if record.tiered:
-                self._choose(layer, chooser, record)
+                self._choose(layer, predicted, record)
             kept = self._followed(layer, record, follow)
-            previous = x
+            inputs.append(x)
             self._append(layer, x, position)
             context = []
             for kv_head in range(model.kv_heads):
                 rows = self._attended_rows(record, kept[kv_head] if record.tiered else None)
                 record.attended.append(len(rows))
-                heads = query[kv_head * model.group : (kv_head + 1) * model.group]  # [group, 1, head_dim]
-                logits = heads @ self.keys[layer][kv_head, rows].T * model.head_dim**-0.5
-                context.append(logits.softmax(-1) @ self.values[layer][kv_head, rows])
+                context.append(self._attend(layer, kv_head, query, predicted, rows, record))
             x = model.after_attention(layer, x, torch.cat(context))
             records.append(record)
             self._age(layer)
         self.length += 1
+        self.changes = [after - before for before, after in pairwise([*inputs, x])]
         return StepRecord(model.head(x)[0], records)
 
     # -- parts of a step
+
+    def _predicted_query(self, layer: int, inputs: Sequence[Tensor], query: Tensor) -> Tensor:
+        """q' of this layer, from what is known when the layer before it begins: this layer's own norm, projection
+        and position, on `x`, the input of the layer before, or on `delta`, the same plus what the previous token's
+        residual gained in that layer. `query` is the true one, for tests that replace the prediction by it."""
+        before = inputs[layer - 1]
+        if self.settings.predictor == "delta":
+            before = before + self.changes[layer - 1]
+        return self.model.query(layer, before, self.length)
+
+    def _attend(
+        self, layer: int, kv_head: int, query: Tensor, predicted: Tensor, attended: list[int], record: LayerRecord
+    ) -> Tensor:
+        """[group, 1, head_dim] of one KV head's query heads; the new token's row is in the cache already."""
+        keys, values = self.keys[layer][kv_head], self.values[layer][kv_head]
+        heads = slice(kv_head * self.model.group, (kv_head + 1) * self.model.group)
+        logits = query[heads] @ keys.T * self.model.head_dim**-0.5  # [group, 1, context]
+        counted = torch.zeros(record.context, dtype=torch.bool)  # the rows of the denominator
+        counted[attended] = True
+        if record.tiered and self.is_predicted(layer) and self.settings.lookahead == "logits":
+            host = list(self._host(record))
+            logits[..., host] = predicted[heads] @ keys[host].T * self.model.head_dim**-0.5
+            if self.settings.dropped == "share":
+                counted[host] = True
+        probabilities = logits.masked_fill(~counted, -math.inf).softmax(-1)
+        return probabilities[..., attended] @ values[attended]
 
     def _choose(self, layer: int, chooser: Tensor, record: LayerRecord) -> None:
         """p over sinks, window and host (the new token is not in it), then the rule, per KV head."""
