@@ -77,13 +77,13 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--device", "runtime.device", str, "D", "auto, cpu or cuda"),
     ("--dtype", "model.dtype", str, "D", "auto, float32, float16 or bfloat16"),
     ("--weights", "model.weights", str, "W", "real, random or auto"),
-    ("--weights-on-gpu", "placement.weights_on_gpu", parse_share, "F", "share of the weights' bytes; only 1.0 so far"),
+    ("--weights-on-gpu", "placement.weights_on_gpu", parse_share, "F", "of the layers' weights: auto, or in [0, 1]"),
     ("--gpu-memory", "placement.gpu_memory_bytes", parse_size, "SIZE", "such as 24GiB (default 0.9 of what is free)"),
     ("--gpu-window", "cache.gpu_window", parse_tokens, "N", "recent tokens on the device (default 512)"),
     ("--keep", "selection.keep", parse_keep, "F|N", "host tokens kept: a fraction with a decimal point, or a count"),
     ("--keep-mass", "selection.keep_mass", float, "M", "attention mass that what is attended must hold"),
     ("--min-keep", "selection.min_keep", int, "N", "never keep fewer host tokens than this (default 64)"),
-    ("--lookahead", "attention.lookahead", str, "MODE", "select: choose by the predicted query; logits: weigh by it, too; off"),
+    ("--lookahead", "attention.lookahead", str, "MODE", "select (choose by the predicted query), logits (weigh by it) or off"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed"),
 ]  # fmt: skip
 

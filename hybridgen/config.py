@@ -63,7 +63,12 @@ class CacheConfig:
 class PlacementConfig:
     """Where bytes live."""
 
+    # Share of the decoder layers' weights that stays on the device; the rest is streamed from host memory.
+    # auto: the largest that the memory plan allows; all of it where no job is planned (LLM(...) from Python).
     weights_on_gpu: float | Literal["auto"] = "auto"
+    # Layers whose streamed weights are under way while one runs. 2, not 1: the query predicted for layer i + 1
+    # needs that layer's weights when layer i begins; with 1 they would be sent for only then.
+    prefetch_depth: int = 2
     gpu_memory_bytes: int | None = None  # None: 0.9 of what is free
     host_memory_bytes: int | None = None  # None: 0.9 of what is available (too little where RAM grows on demand)
 
@@ -84,7 +89,7 @@ class RuntimeConfig:
     micro_batch: int = 0  # sequences of one micro-batch; 0: all
     worker_threads: int | Literal["auto"] = "auto"
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
-    kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention on the CPU
+    kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention; native: C++ on the CPU
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
 
 
@@ -283,6 +288,7 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
     "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
     "placement.weights_on_gpu": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
+    "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
     "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
     "runtime.prefill_chunk": ("a number of tokens >= 0 (0: automatic)", lambda v: v >= 0),

@@ -108,13 +108,16 @@ def _run(argv: list[str]) -> int:
     context, decode = arguments.context, arguments.decode
     choice = build.choose_model(config)
     _check_positions(choice, context, decode)
-    _admit(choice, conditions, context, decode)
-    weights = _load(choice, config)
+    plan = _admit(choice, conditions, context, decode)
+    weights = _load(choice, build.settled(config, plan))
     with ExitStack() as stack:
-        llms = []
+        llms: list[LLM] = []
         for condition in conditions:
             modes = build.resolve_modes(choice, condition.config, config.run.batch, context + decode)
-            llms.append(stack.enter_context(LLM.from_parts(condition.config, choice, weights, modes)))
+            if llms:
+                llms.append(stack.enter_context(llms[0].sharing(condition.config, modes)))
+            else:
+                llms.append(stack.enter_context(LLM.from_parts(condition.config, choice, weights, modes)))
             llms[-1].telemetry.enabled = False
         texts = _cut(llms[0].tokenizer, contents, arguments)
         return _evaluate(llms, conditions, texts, arguments)
@@ -227,8 +230,8 @@ def _check_positions(choice: ModelChoice, context: int, decode: int) -> None:
         )
 
 
-def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, decode: int) -> None:
-    """Print the plan of all conditions together; refuse it with what to change."""
+def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, decode: int) -> MemoryPlan:
+    """Print the plan of all conditions together, and return it; refuse it with what to change."""
     config = _strategy(conditions).config
     batch, capacity = config.run.batch, context + decode
     limits = build.memory_limits(config, choice.device)
@@ -254,6 +257,7 @@ def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, d
         )
     admission = admit(choice, config, context, decode, batch)
     print(replace(admission, plan=plan).describe())
+    return plan
 
 
 def plan_conditions(choice: ModelChoice, conditions: Sequence[Condition], batch: int, capacity: int) -> MemoryPlan:
@@ -265,7 +269,7 @@ def plan_conditions(choice: ModelChoice, conditions: Sequence[Condition], batch:
         for items, more in ((total.device, plan.device), (total.host, plan.host)):
             for name, size in more.items():
                 items[name] = items.get(name, 0) + size if name in _KV_ITEMS else max(items.get(name, 0), size)
-    return total
+    return build.place_weights(choice, _strategy(conditions).config, total)
 
 
 def _load(choice: ModelChoice, config: Config) -> ObtainedWeights:

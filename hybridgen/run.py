@@ -26,8 +26,11 @@ from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.generation import generate, timed
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.report import build_report, check_report_path, write_report
+from hybridgen.engine.output import check_output_path
+from hybridgen.engine.report import build_report, write_report
 from hybridgen.engine.sampler import Sampler
+from hybridgen.engine.trace import TRACED_STEPS, build_trace, write_trace
+from hybridgen.errors import ConfigError
 from hybridgen.evaluation.judge import FullAttentionCheck, judge
 from hybridgen.evaluation.prompts import Prompts, encode_if_local, make_prompts, planned_tokens, read_prompt
 from hybridgen.models.loading import weight_bytes
@@ -50,11 +53,21 @@ def _run(argv: list[str]) -> int:
     prompt.add_argument("--prompt", metavar="TEXT", help="continue this text")
     prompt.add_argument("--prompt-file", type=Path, metavar="F", help="continue the text of this file")
     parser.add_argument("--report", type=Path, metavar="F", help="write a JSON report")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="F",
+        help=f"write what ran when in the first {TRACED_STEPS} decode steps, for Perfetto (Chrome trace format)",
+    )
     arguments = parser.parse_args(argv)
     settings = given_settings(arguments)
     config = build_config(settings)
     text = read_prompt(arguments.prompt, arguments.prompt_file)
-    check_report_path(arguments.report)
+    report_path, trace_path = arguments.report, arguments.trace
+    check_output_path("--report", report_path)
+    check_output_path("--trace", trace_path)
+    if trace_path is not None and report_path is not None and trace_path.absolute() == report_path.absolute():
+        raise ConfigError(f"--trace {trace_path}: this is the report's file, too; give another")
 
     choice = build.choose_model(config)
     prompt_ids = None if text is None else encode_if_local(choice, config, text)
@@ -67,6 +80,7 @@ def _run(argv: list[str]) -> int:
     admission = admit(choice, config, tokens, config.run.gen, config.run.batch, wants_check)
     print(format_settings(config))
     print(admission.describe())
+    config = admission.config
     weights = _load(choice, config, text is not None)
     if weights.kind == "random":
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): the output is meaningless, only speed is measured ***")
@@ -76,7 +90,7 @@ def _run(argv: list[str]) -> int:
     with LLM.from_parts(config, choice, weights, admission.modes) as llm:
         prompts = make_prompts(llm, text, tokens)
         with _interruption() as interrupted:
-            return _generate(llm, prompts, admission, arguments.strategy, arguments.report, interrupted)
+            return _generate(llm, prompts, admission, arguments.strategy, report_path, trace_path, interrupted)
 
 
 def _generate(
@@ -85,6 +99,7 @@ def _generate(
     admission: Admission,
     strategy: str,
     report_path: Path | None,
+    trace_path: Path | None,
     interrupted: Callable[[], bool],
 ) -> int:
     config = llm.config
@@ -103,6 +118,7 @@ def _generate(
     tokenizer = llm.tokenizer if llm.weights.kind == "real" else None
     eos = set() if config.sampling.ignore_eos or tokenizer is None else llm.eos_token_ids
     allocations = _allocations(llm)
+    llm.telemetry.trace_steps = 0 if trace_path is None else TRACED_STEPS
     with _printer(tokenizer, eos, config.run.gen) as show:
         generation = generate(
             llm,
@@ -114,6 +130,7 @@ def _generate(
             on_token=show,
             interrupted=interrupted,
         )
+    llm.telemetry.trace_steps = 0
     if allocations is not None:
         allocations = (_allocations(llm) or 0) - allocations
     text = None if tokenizer is None else [_text(tokenizer, ids, eos) for ids in generation.output_ids]
@@ -124,6 +141,11 @@ def _generate(
     if report_path is not None:
         write_report(report, report_path)
         print(f"report: {report_path}")
+    if trace_path is not None:
+        about = {name: report[name] for name in ("model", "weights", "device", "dtype", "strategy", "batch", "commit")}
+        trace = build_trace(generation.steps, about)
+        write_trace(trace, trace_path)
+        print(f"trace: {trace_path} ({trace['otherData']['steps_traced']} of {len(generation.steps)} decode steps)")
     return 130 if generation.ended_by == "interrupt" else 0
 
 

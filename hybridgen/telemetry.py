@@ -1,7 +1,8 @@
 """Every stage timed, every byte counted, in one place.
 
 Spans are taken by a clock that the offload room provides (host clock or CUDA events); nothing is
-resolved, and so nothing waits, until a step is over. The report and the scheduler read the same numbers.
+resolved, and so nothing waits, until a step is over. The report, the scheduler and the trace read the same
+numbers; only for steps to be traced are the places of spans on the host's timeline kept as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,10 @@ class Clock(Protocol):
         """May wait for the marks to be reached: call it after a step only."""
         ...
 
+    def origin(self) -> tuple[Any, float]:
+        """A mark and the host's perf_counter of the same moment; waits for what was issued before, where marks are."""
+        ...
+
 
 class HostClock:
     """The clock of a machine whose CPU plays the GPU's part."""
@@ -37,6 +42,21 @@ class HostClock:
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3
 
+    def origin(self) -> tuple[float, float]:
+        now = time.perf_counter()
+        return now, now
+
+
+class TracedSpan(NamedTuple):
+    """A span on the host's timeline (seconds of perf_counter); row: the stream or thread that did the work."""
+
+    stage: str
+    layer: int
+    row: str
+    start_s: float
+    end_s: float
+    bytes: int  # moved or read in it; 0 where that is not known
+
 
 @dataclass
 class StepTimings:
@@ -45,56 +65,91 @@ class StepTimings:
     step_ms: float
     stage_ms: dict[str, dict[int, float]]
     bytes_moved: dict[str, int]
+    start_s: float = 0.0  # perf_counter
+    spans: tuple[TracedSpan, ...] = ()  # of a traced step only
 
 
 @dataclass
 class Telemetry:
-    """Collects the running step; `end_step` closes it."""
+    """Collects the running step; `end_step` closes it. Of the next `trace_steps` steps spans are kept."""
 
     clock: Clock = field(default_factory=HostClock)
     enabled: bool = True
+    trace_steps: int = 0
     steps: list[StepTimings] = field(default_factory=list)
     bytes_moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _marks: list[tuple[str, int, Any, Any]] = field(default_factory=list)
-    _host_ms: list[tuple[str, int, float]] = field(default_factory=list)
-    _device_units: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    _spans: list[_Span] = field(default_factory=list)
+    _host_spans: list[TracedSpan] = field(default_factory=list)
+    _device_units: list[tuple[str, Tensor, int, _Span | None]] = field(default_factory=list)
+    _open: _Span | None = None  # the innermost: bytes counted now are its
+    _origin: tuple[Any, float] | None = None  # of a step that is traced
     _step_start: float = 0.0
 
-    def span(self, stage: str, layer: int) -> _Span:
-        """`with telemetry.span("attention", layer):` times what is issued inside, on the device's timeline."""
-        return _Span(self, stage, layer)
+    def span(self, stage: str, layer: int, row: str = "compute") -> _Span:
+        """`with telemetry.span("attention", layer):` times what is issued inside, on the device's timeline.
 
-    def host_time(self, stage: str, layer: int, milliseconds: float) -> None:
-        """A duration that the host measured itself (a scan, a wait)."""
-        self._host_ms.append((stage, layer, milliseconds))
+        row: the stream that does it, in a trace.
+        """
+        return _Span(self, stage, layer, row)
+
+    def host_time(
+        self, stage: str, layer: int, start_s: float, end_s: float, row: str = "host", moved_bytes: int = 0
+    ) -> None:
+        """What the host measured itself (a scan, a wait), by perf_counter."""
+        self._host_spans.append(TracedSpan(stage, layer, row, start_s, end_s, moved_bytes))
 
     def count_bytes(self, direction: Direction, count: int) -> None:
         self.bytes_moved[direction] += count
+        if self._open is not None:
+            self._open.bytes += count
 
     def count_on_device(self, direction: Direction, units: Tensor, unit_bytes: int) -> None:
         """As `count_bytes` for a number that only the device knows: sum(units) * unit_bytes."""
-        self._device_units.append((direction, units, unit_bytes))
+        self._device_units.append((direction, units, unit_bytes, self._open))
 
     def begin_step(self) -> None:
-        self._marks.clear()
-        self._host_ms.clear()
+        """Waits for the running stream only if the step is to be traced."""
+        self._spans.clear()
+        self._host_spans.clear()
         self._device_units.clear()
         self.bytes_moved.clear()
+        self._origin = self.clock.origin() if self.trace_steps > 0 else None
         self._step_start = time.perf_counter()
 
     def end_step(self) -> StepTimings:
         """Close the step; the caller has already waited for its result (it has the token)."""
         step_ms = (time.perf_counter() - self._step_start) * 1e3
         stage_ms: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for stage, layer, start, end in self._marks:
-            stage_ms[stage][layer] += self.clock.elapsed_ms(start, end)
-        for stage, layer, milliseconds in self._host_ms:
-            stage_ms[stage][layer] += milliseconds
-        for direction, units, unit_bytes in self._device_units:
-            self.bytes_moved[direction] += int(units.sum()) * unit_bytes
-        step = StepTimings(step_ms, {stage: dict(layers) for stage, layers in stage_ms.items()}, dict(self.bytes_moved))
+        for span in self._spans:
+            stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
+        for timed in self._host_spans:
+            stage_ms[timed.stage][timed.layer] += (timed.end_s - timed.start_s) * 1e3
+        for direction, units, unit_bytes, within in self._device_units:
+            count = int(units.sum()) * unit_bytes
+            self.bytes_moved[direction] += count
+            if within is not None:
+                within.bytes += count
+        step = StepTimings(
+            step_ms,
+            {stage: dict(layers) for stage, layers in stage_ms.items()},
+            dict(self.bytes_moved),
+            self._step_start,
+        )
+        if self._origin is not None:
+            step.spans = tuple(self._traced(*self._origin))
+            self.trace_steps -= 1
+            self._origin = None
         self.steps.append(step)
         return step
+
+    def _traced(self, origin: Any, origin_s: float) -> list[TracedSpan]:
+        """All spans of the step, in the order of their starts."""
+        spans = list(self._host_spans)
+        for span in self._spans:
+            start_s = origin_s + self.clock.elapsed_ms(origin, span.start) / 1e3
+            end_s = origin_s + self.clock.elapsed_ms(origin, span.end) / 1e3
+            spans.append(TracedSpan(span.stage, span.layer, span.row, start_s, end_s, span.bytes))
+        return sorted(spans, key=lambda span: span.start_s)
 
     def forget(self) -> None:
         """Drop all finished steps (a new request begins)."""
@@ -105,18 +160,25 @@ class Telemetry:
 class _Span:
     """A context manager without a generator: it is entered hundreds of times a step."""
 
-    __slots__ = ("_layer", "_stage", "_start", "_telemetry")
+    __slots__ = ("_outer", "_telemetry", "bytes", "end", "layer", "row", "stage", "start")
 
-    def __init__(self, telemetry: Telemetry, stage: str, layer: int) -> None:
-        self._telemetry, self._stage, self._layer = telemetry, stage, layer
+    def __init__(self, telemetry: Telemetry, stage: str, layer: int, row: str) -> None:
+        self._telemetry = telemetry
+        self.stage, self.layer, self.row, self.bytes = stage, layer, row, 0
+        self.start: Any = None
+        self.end: Any = None
 
     def __enter__(self) -> None:
-        if self._telemetry.enabled:
-            self._start = self._telemetry.clock.mark()
+        telemetry = self._telemetry
+        if telemetry.enabled:
+            self._outer, telemetry._open = telemetry._open, self
+            self.start = telemetry.clock.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._telemetry.enabled:
-            end = self._telemetry.clock.mark()
-            self._telemetry._marks.append((self._stage, self._layer, self._start, end))
+        telemetry = self._telemetry
+        if telemetry.enabled:
+            self.end = telemetry.clock.mark()
+            telemetry._open = self._outer
+            telemetry._spans.append(self)

@@ -58,7 +58,7 @@ class StepPlan:
 class TokenSelection:
     """The host tokens chosen for one layer and micro-batch.
 
-    rows: int64 [B, Hkv, K], rows of the host tier (token position - sinks), best first.
+    rows: int64 [B, Hkv, K], rows of the host tier (token position - sinks); best first, but for the GPU's kernel.
     counts: int64 [B, Hkv], how many of them are kept; the rest of `rows` is padding (valid rows).
     padding: bool [B, Hkv, 1, K], true where `rows` is padding.
     host_lengths: rows of each sequence that were in the host tier when the scan was submitted.

@@ -71,10 +71,10 @@ class HybridAttention(LayerAttention):
         logits = self._scan.logits()
         with self._transfer.beside(self._submitted):
             self._transfer.hand_over(self._query)
-            with self._telemetry.span("choose", self._layer):
+            with self._telemetry.span("choose", self._layer, row="beside"):
                 self.selection = self._select(self._query, logits, self._rule)
                 self._scan.release(self._transfer.mark())
-            with self._telemetry.span("fetch", self._layer):
+            with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = None
 

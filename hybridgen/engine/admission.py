@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from hybridgen.config import Config
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, all_resident
-from hybridgen.errors import ConfigError, HybridGenError, InsufficientMemoryError
+from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
 from hybridgen.models.loading import weight_bytes
 from hybridgen.placement.plan import MemoryPlan
@@ -27,6 +28,7 @@ class Admission:
     notes: list[str]
     limits: tuple[int | None, int]
     check_fits: bool  # room for full attention's own cache, to check the answer
+    config: Config  # as given, `--weights-on-gpu auto` settled
 
     def describe(self) -> str:
         exact = [str(layer) for layer, mode in enumerate(self.modes) if mode != "lookahead"]
@@ -41,11 +43,6 @@ def admit(
     choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int, wants_check: bool = False
 ) -> Admission:
     """Plan the job; InsufficientMemoryError holds the plan and the first change that would fit."""
-    if config.placement.weights_on_gpu not in ("auto", 1.0):
-        raise ConfigError(
-            f"--weights-on-gpu {config.placement.weights_on_gpu}: only 1.0 (or auto) so far; "
-            "weights in host memory are not supported yet"
-        )
     capacity = prompt_tokens + gen
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
     limits = build.memory_limits(config, choice.device)
@@ -56,28 +53,31 @@ def admit(
             f"{choice.spec.name} with {batch} x {capacity} tokens in {_name(choice.dtype)} does not fit\n"
             f"{plan.describe(*limits)}\nwhat would fit: {_suggestion(choice, config, prompt_tokens, gen, batch)}"
         )
+    config = build.settled(config, plan)
     full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if choice.device.type == "cuda" and set(modes) != {"resident"} and full.fits(*limits):
         notes.append("all KV would fit on this device: --strategy full needs no host tier")
     check_fits = False
     if wants_check:
-        checked = MemoryPlan(plan.device_is_host, dict(plan.device), dict(plan.host))
-        checked.device["full attention's KV (answer check)"] = full.device["KV of resident layers"]
+        kv = {"full attention's KV (answer check)": full.device["KV of resident layers"]}
+        checked = replace(plan, device=plan.device | kv)
         check_fits = checked.fits(*limits)
         if check_fits:
             plan = checked
         else:
             notes.append("no memory for full attention's own cache: the answer is not checked against it")
-    return Admission(plan, modes, notes, limits, check_fits)
+    return Admission(plan, modes, notes, limits, check_fits, config)
 
 
 def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int) -> str:
-    """The first of: a smaller --seq, a smaller --dtype, a smaller model."""
+    """The first of: a smaller --seq, a smaller --dtype, another --weights-on-gpu, a smaller model."""
 
-    def fits(candidate: ModelChoice, tokens: int) -> bool:
-        modes = build.resolve_modes(candidate, config, batch, tokens + gen)
-        plan = build.plan_memory(candidate, config, modes, batch, tokens + gen)
-        return plan.fits(*build.memory_limits(config, candidate.device))
+    def planned(candidate: ModelChoice, tokens: int, asked: Config = config) -> MemoryPlan:
+        modes = build.resolve_modes(candidate, asked, batch, tokens + gen)
+        return build.plan_memory(candidate, asked, modes, batch, tokens + gen)
+
+    def fits(candidate: ModelChoice, tokens: int, asked: Config = config) -> bool:
+        return planned(candidate, tokens, asked).fits(*build.memory_limits(asked, candidate.device))
 
     low, high = 0, prompt_tokens // SEQ_STEP
     while low < high:
@@ -87,6 +87,13 @@ def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: in
         return f"--seq {low * SEQ_STEP}"
     if choice.dtype == torch.float32 and fits(choice.with_dtype(torch.bfloat16), prompt_tokens):
         return "--dtype bfloat16"
+    automatic = replace(config, placement=replace(config.placement, weights_on_gpu="auto"))
+    if fits(choice, prompt_tokens, automatic):
+        share = planned(choice, prompt_tokens, automatic).weights_on_gpu
+        assert share is not None
+        rounded = (math.floor(share * 10**digits) / 10**digits for digits in (2, 3, 4))
+        shares = (some for some in rounded if fits(choice, prompt_tokens, build.with_share(config, some)))
+        return f"--weights-on-gpu {next(shares, share)}"
     sizes: list[tuple[int, str]] = []
     for alias in aliases():
         named = replace(config, model=replace(config.model, name=alias))

@@ -7,7 +7,7 @@ then `obtain_weights`, then `LLM`. So an impossible job is refused before anythi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -20,11 +20,13 @@ from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, te
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
-from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights, weight_bytes
+from hybridgen.models.loading import ModelWeights, Progress, layer_shapes, load_weights, random_weights
 from hybridgen.models.spec import ModelSpec
 from hybridgen.models.tokenizer import has_tokenizer_files
 from hybridgen.offload.logit_worker import selected_isa
+from hybridgen.offload.weights import HostWeights, host_weights, weight_footprint
 from hybridgen.placement.plan import GIB, MemoryPlan
+from hybridgen.placement.weight_split import possible_shares
 from hybridgen.selection.budget import most_kept
 from hybridgen.types import DTYPES, ExactMode, KeepRule
 
@@ -55,6 +57,7 @@ class ObtainedWeights:
     kind: str  # "real" or "random"
     random_reason: str | None
     directory: Path | None  # where the tokenizer lies, if anywhere
+    host: HostWeights | None = None  # the layers' weights that are not on the device
 
     @property
     def has_tokenizer(self) -> bool:
@@ -94,6 +97,7 @@ def obtain_weights(
     needs_text: the output is to be read, so random weights cannot stand in for a hub that does not answer.
     """
     location, reason = choice.location, None
+    share = config.placement.weights_on_gpu if config.placement.weights_on_gpu != "auto" else 1.0
     directory = location.directory
     if config.model.weights == "random":
         reason = "asked for"
@@ -111,14 +115,18 @@ def obtain_weights(
                 ) from None
             reason = str(error)
     if reason is not None:
-        tensors = random_weights(choice.family, choice.spec, choice.device, choice.dtype, config.run.seed)
-        return ObtainedWeights(tensors, choice.spec, "random", reason, directory)
+        host = host_weights(choice.family, choice.spec, share, choice.device, choice.dtype)
+        tensors = random_weights(
+            choice.family, choice.spec, choice.device, choice.dtype, config.run.seed, progress, host
+        )
+        return ObtainedWeights(tensors, choice.spec, "random", reason, directory, host)
     assert directory is not None
     with open_checkpoint(directory) as checkpoint:
         # A GGUF file's RoPE factors, say, are known only now.
         spec = spec_of(choice.spec.name, checkpoint.config)
-        tensors = load_weights(choice.family, spec, checkpoint, choice.device, choice.dtype, progress)
-    return ObtainedWeights(tensors, spec, "real", None, directory)
+        host = host_weights(choice.family, spec, share, choice.device, choice.dtype)
+        tensors = load_weights(choice.family, spec, checkpoint, choice.device, choice.dtype, progress, host)
+    return ObtainedWeights(tensors, spec, "real", None, directory, host)
 
 
 def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | None:
@@ -197,12 +205,17 @@ def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int
 
 
 def resolve_modes(choice: ModelChoice, config: Config, batch: int, capacity: int) -> tuple[LayerMode, ...]:
-    """A mode a layer; `auto` keeps the exact layers resident if the plan has room for them."""
+    """A mode a layer; `auto` keeps the exact layers resident if the plan has room for them.
+
+    Room is not made by sending weights to the host: they cross the link every step, whole.
+    """
     layers = choice.spec.num_layers
     wanted = config.model.exact_layers_mode
     if wanted != "auto":
         return layer_modes(config, layers, wanted)
     resident: ExactMode = "resident"
+    if config.placement.weights_on_gpu == "auto":
+        config = with_share(config, 1.0)
     modes = layer_modes(config, layers, resident)
     if plan_memory(choice, config, modes, batch, capacity).fits(*memory_limits(config, choice.device)):
         return modes
@@ -212,7 +225,10 @@ def resolve_modes(choice: ModelChoice, config: Config, batch: int, capacity: int
 def plan_memory(
     choice: ModelChoice, config: Config, modes: tuple[LayerMode, ...], batch: int, capacity: int
 ) -> MemoryPlan:
-    """What `batch` sequences of up to `capacity` tokens need, by the shapes that the caches allocate."""
+    """What `batch` sequences of up to `capacity` tokens need, by the shapes that the caches allocate.
+
+    The weights lie where `place_weights` puts them.
+    """
     spec, dtype = choice.spec, choice.dtype
     layout, rule, element = window_layout(config), keep_rule(config), dtype.itemsize
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
@@ -240,7 +256,8 @@ def plan_memory(
     repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
     on_flash = choice.device.type == "cuda" and dtype != torch.float32
     plan.device = {
-        "weights": weight_bytes(choice.family, spec, dtype),
+        "weights": 0,
+        "slots for streamed weights": 0,
         "KV of resident layers": resident,
         "KV of sinks and windows": window,
         "fetched rows": staging,
@@ -254,4 +271,43 @@ def plan_memory(
     if choice.device.type == "cuda":
         plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
     plan.host = {"KV host tier": host, **plan.host}
-    return plan
+    return place_weights(choice, config, plan)
+
+
+def place_weights(choice: ModelChoice, config: Config, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the weights where config wants them; `auto`: the largest share with which it fits.
+
+    If none fits, the share that takes the least of the device.
+    """
+    depth = config.placement.prefetch_depth
+
+    def at(share: float) -> MemoryPlan:
+        needed = weight_footprint(choice.family, choice.spec, choice.dtype, share, depth)
+        device = {"weights": needed.device_bytes, "slots for streamed weights": needed.staging_bytes}
+        host = {"streamed weights": needed.host_bytes}
+        return MemoryPlan(plan.device_is_host, plan.device | device, plan.host | host, needed.share)
+
+    if config.placement.weights_on_gpu != "auto":
+        return at(config.placement.weights_on_gpu)
+    limits = memory_limits(config, choice.device)
+    least = at(1.0)
+    if plan.device_is_host or least.fits(*limits):
+        return least
+    for share in possible_shares(layer_shapes(choice.family, choice.spec)):
+        placed = at(share)
+        if placed.fits(*limits):
+            return placed
+        least = min(least, placed, key=lambda some: some.device_bytes)
+    return least
+
+
+def settled(config: Config, plan: MemoryPlan) -> Config:
+    """The config with the share that the plan found, if it asks for `auto`."""
+    if config.placement.weights_on_gpu != "auto" or plan.weights_on_gpu is None:
+        return config
+    return with_share(config, plan.weights_on_gpu)
+
+
+def with_share(config: Config, share: float) -> Config:
+    """The config that asks for this share of the weights on the device."""
+    return replace(config, placement=replace(config.placement, weights_on_gpu=share))

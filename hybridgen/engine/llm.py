@@ -37,6 +37,7 @@ from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
+from hybridgen.offload.weights import LayerWeightStore
 from hybridgen.selection.budget import most_kept
 from hybridgen.telemetry import Telemetry
 
@@ -49,9 +50,18 @@ class _Machine:
         self.telemetry = Telemetry()
         self.transfer = make_transfer(config.runtime.transfer, choice.device, self.telemetry)
         self.worker = LogitWorker(threads, cores, self.transfer, choice.device)
-        if choice.device.type == "cpu":
+        if choice.device.type == "cuda":
+            # cuDNN's attention builds a plan for every new length: 20 ms a call in decode.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
+        depth, layers = config.placement.prefetch_depth, weights.tensors.layers
+        self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
+
+    def close(self) -> None:
+        self.weights.close()
+        self.worker.close()
 
 
 class LLM:
@@ -78,10 +88,10 @@ class LLM:
         llm._setup(config, choice, weights, modes)
         return llm
 
-    def sharing(self, config: Config) -> LLM:
+    def sharing(self, config: Config, modes: tuple[LayerMode, ...] | None = None) -> LLM:
         """Another strategy over the same weights, threads and clocks; valid as long as this one is open."""
         llm = LLM.__new__(LLM)
-        llm._setup(config, self.choice, self.weights, shared=self)
+        llm._setup(config, self.choice, self.weights, modes, shared=self)
         return llm
 
     def _setup(
@@ -104,7 +114,7 @@ class LLM:
         self.schedule = FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval)
         self._runner = Runner(
             self.model,
-            weights.tensors.layers,
+            self._machine.weights,
             self.schedule,
             self.telemetry,
             build.prefill_chunk(config, self.device),
@@ -129,6 +139,11 @@ class LLM:
     @property
     def has_tokenizer(self) -> bool:
         return self.weights.has_tokenizer
+
+    @property
+    def weights_on_gpu(self) -> float:
+        """Realised share of the decoder layers' weights that stays on the device."""
+        return self._machine.weights.share
 
     @property
     def worker_threads(self) -> int:
@@ -172,7 +187,7 @@ class LLM:
     def close(self) -> None:
         """Stop the scan threads. The object is of no use afterwards."""
         if self._owns_worker:
-            self._worker.close()
+            self._machine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -191,6 +206,11 @@ class LLM:
         slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
         slab = HostSlab(slab_bytes, self.device, poison)
         rule, native = build.keep_rule(self.config), build.native_kernels(self.config, self.device)
+        plain = HybridAttention
+        if self.device.type == "cuda" and self.config.runtime.kernels == "auto":
+            from hybridgen.attention.hybrid_cuda import CudaHybridAttention  # Triton: only where there is a GPU
+
+            plain = CudaHybridAttention
         stagings: dict[LayerSpec, Staging] = {}
         layers: list[LayerAttention] = []
         for layer, (spec, mode) in enumerate(zip(self.spec.layers, self.modes, strict=True)):
@@ -210,7 +230,7 @@ class LLM:
             if spec not in stagings:
                 kept = most_kept(rule, self._layout.host_rows(capacity))
                 stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
-            executor = LogitsHybridAttention if weighs else HybridAttention
+            executor = LogitsHybridAttention if weighs else plain
             attention = executor(layer, spec, tiered, self._worker, self._transfer, predicts, stagings[spec])
             if isinstance(attention, LogitsHybridAttention):
                 attention.renormalise = self.config.attention.dropped == "renormalise"

@@ -18,7 +18,7 @@ import torch
 from hybridgen import __version__
 from hybridgen.engine.generation import Generation
 from hybridgen.engine.llm import LLM
-from hybridgen.errors import ConfigError
+from hybridgen.engine.output import write_whole
 from hybridgen.placement.plan import MemoryPlan
 from hybridgen.telemetry import StepTimings
 
@@ -33,17 +33,22 @@ def build_report(
     strategy: str,
     allocations: int | None,
 ) -> dict[str, Any]:
-    """Everything contracts.md asks for, from what was measured. Bytes and times are per decode step."""
+    """Everything contracts.md asks for, from what was measured. Bytes and times are per decode step.
+
+    `gpu_idle_fraction` is null: it is about kernels alone, and the spans of a stage hold launch gaps and waits as well,
+    while kernels between two stages lie in no span. Neither a bound from above nor one from below can be read off them.
+    """
     steps = generation.steps
     milliseconds = [step.step_ms for step in steps]
     attended = generation.statistics.summary()
     generated = [len(ids) for ids in generation.output_ids]
     decode_s = sum(milliseconds) / 1e3
-    lookahead = llm.config.attention.lookahead == "select"
+    predicted = llm.config.attention.lookahead != "off"
     return {
         "model": llm.spec.name,
         "weights": llm.weights.kind,
         "weights_random_because": llm.weights.random_reason,
+        "weights_on_gpu": llm.weights_on_gpu,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "strategy": strategy,
@@ -68,7 +73,7 @@ def build_report(
         "covered_mass": {
             "mean": attended["mass_mean"],
             "min": attended["mass_min"],
-            "kind": None if attended["mass_mean"] is None else "predicted" if lookahead else "exact",
+            "kind": None if attended["mass_mean"] is None else "predicted" if predicted else "exact",
             "true_probe": attended["mass_true"],
         },
         "kept_fraction": attended["kept_fraction"],
@@ -89,23 +94,9 @@ def build_report(
     }
 
 
-def check_report_path(path: Path | None) -> None:
-    """ConfigError before the work, not after it, if the report cannot be written there."""
-    if path is not None and path.is_dir():
-        raise ConfigError(f"--report {path}: this is a folder; give a file")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report {path}: the folder does not exist")
-
-
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Written beside the target and renamed, so that a killed run never leaves half a report."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--report {path}: {error.strerror or error}") from None
+    """Whole or not at all."""
+    write_whole("--report", path, json.dumps(report, indent=1))
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
 from hybridgen.engine.scheduler import FixedSchedule
-from hybridgen.models.base import DecoderModel, LayerWeights
+from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.transfer import Ticket
+from hybridgen.offload.weights import LayerWeightStore
 from hybridgen.telemetry import Telemetry
 from hybridgen.types import Positions, StepPlan
 
@@ -27,13 +28,13 @@ class Runner:
     def __init__(
         self,
         model: DecoderModel,
-        layers: Sequence[LayerWeights],
+        weights: LayerWeightStore,
         schedule: FixedSchedule,
         telemetry: Telemetry,
         prefill_chunk: int,
     ) -> None:
         self.model = model
-        self._layers = layers
+        self._weights = weights
         self._schedule = schedule
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
@@ -45,27 +46,28 @@ class Runner:
         batch.steps += 1
         states = [_DecodeState(self.model, micro_batch, tokens) for micro_batch in batch.micro_batches]
         for layer in range(self.model.spec.num_layers):
+            self._weights.issue(layer)
             for state in states:
                 self._decode_layer(layer, state, plan)
         with self._telemetry.span("lm_head", 0):
             return torch.cat([self.model.logits(state.x) for state in states])
 
     def _decode_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
-        model, span, weights = self.model, self._telemetry.span, self._layers
+        model, span, weights = self.model, self._telemetry.span, self._weights.wait(layer)
         attention, following = state.layers[layer], layer + 1
         looks_ahead = following < len(state.layers) and state.layers[following].predicts
 
         if looks_ahead:
             with span("predict", following):
                 guess = state.x if state.changes is None else state.x + state.changes[layer]
-                predicted = model.query(following, weights[following], guess, state.positions)
-                state.layers[following].submit(predicted, plan.layers[following])
+                predicted = model.query(following, self._weights.wait(following), guess, state.positions)
+            state.layers[following].submit(predicted, plan.layers[following])
         with span("qkv", layer):
-            query, key, value = model.qkv(layer, weights[layer], state.x, state.positions)
+            query, key, value = model.qkv(layer, weights, state.x, state.positions)
         attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
-            before, state.x = state.x, model.finish(layer, weights[layer], state.x, context)
+            before, state.x = state.x, model.finish(layer, weights, state.x, context)
             if state.changes is not None:
                 torch.sub(state.x, before, out=state.changes[layer])
         attention.age()
@@ -90,6 +92,7 @@ class Runner:
         ]
         copies: deque[list[Ticket]] = deque()
         for layer in range(self.model.spec.num_layers):
+            self._weights.issue(layer)
             for index, state in enumerate(states):
                 same = [mirror.micro_batches[index] for mirror in mirrors]
                 self._prefill_layer(layer, state, same, copies)
@@ -106,7 +109,7 @@ class Runner:
         self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], copies: deque[list[Ticket]]
     ) -> None:
         """All tokens of all sequences through one layer; K and V then move to where they are kept."""
-        model, weights, spec = self.model, self._layers[layer], self.model.spec.layers[layer]
+        model, weights, spec = self.model, self._weights.wait(layer), self.model.spec.layers[layer]
         attention = state.micro_batch.layers[layer]
         before = state.x[state.last]
         for sequence, (start, end) in enumerate(state.ranges):

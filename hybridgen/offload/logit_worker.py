@@ -40,16 +40,18 @@ class _Buffers:
 class ScanTicket:
     """A scan under way."""
 
-    def __init__(self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int) -> None:
+    def __init__(
+        self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int, read_bytes: int
+    ) -> None:
         self._worker, self._job, self._buffers = worker, job, buffers
-        self._layer, self._length = layer, length
+        self._layer, self._length, self._read_bytes = layer, length, read_bytes
 
     def logits(self) -> Tensor:
         """Wait; float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
 
         Valid until `release`.
         """
-        return self._worker._collect(self._job, self._buffers, self._layer, self._length)
+        return self._worker._collect(self._job, self._buffers, self._layer, self._length, self._read_bytes)
 
     def release(self, after: Ticket) -> None:
         """Once `after` is over the logits are not needed any more."""
@@ -122,20 +124,21 @@ class LogitWorker:
             copied.wait()
         else:
             self._transfer.call_after(copied, *self._pool.start_call(job))
-        self._telemetry.count_bytes("cpu_read", sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size())
-        return ScanTicket(self, job, buffers, layer, max(lengths))
+        read_bytes = sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size()
+        self._telemetry.count_bytes("cpu_read", read_bytes)
+        return ScanTicket(self, job, buffers, layer, max(lengths), read_bytes)
 
     def close(self) -> None:
         self._pool.close()
 
-    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
+    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int, read_bytes: int) -> Tensor:
         if self._lazy:
             self._pool.start(job)
         waited_from = time.perf_counter()
         # With a GPU to feed, the thread that feeds it does not scan.
         start_s, end_s = self._pool.wait(job, self.threads == 0 or self._device.type == "cpu")
-        self._telemetry.host_time("scan_wait", layer, (time.perf_counter() - waited_from) * 1e3)
-        self._telemetry.host_time("scan", layer, (end_s - start_s) * 1e3)
+        self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
+        self._telemetry.host_time("scan", layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
         logits = buffers.logits.device_view[:, :, :length]
         self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
         return logits

@@ -10,6 +10,7 @@ Everybody else computes on "the device" and moves bytes through a TransferEngine
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -63,6 +64,12 @@ class TransferEngine(ABC):
         self.telemetry.count_bytes(direction, target.numel() * target.element_size())
         return self._issue([target], lambda: target.copy_(source, non_blocking=True), direction, [source])
 
+    def bring(self, target: Tensor, source: Tensor, direction: Direction | None) -> Ticket:
+        """As `copy` to the device, but in the stream of whoever calls; None: not counted, within the device."""
+        if direction is not None:
+            self.telemetry.count_bytes(direction, target.numel() * target.element_size())
+        return self._bring(target, source)
+
     def fetch_rows(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> FetchTicket:
         """Bring rows of the host tier to the device, in the stream of whoever calls.
 
@@ -77,12 +84,18 @@ class TransferEngine(ABC):
         """This point of the running stream; what was issued before it is over when the ticket is."""
         return Ticket()
 
-    def beside(self, after: Ticket) -> AbstractContextManager[None]:
-        """What is issued inside runs beside the compute stream, once `after` is over."""
+    def beside(self, after: Ticket, stream: str = "beside") -> AbstractContextManager[None]:
+        """What is issued inside runs beside the compute stream, once `after` is over.
+
+        stream: `beside` or `weights`, which neither wait for each other nor for copies.
+        """
         return nullcontext()
 
     def hand_over(self, *tensors: Tensor) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """These tensors, made in another stream, are used in the running one."""
+
+    def _bring(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._issue([target], lambda: target.copy_(source), "h2d", [source])
 
     def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
         """The torch twin of `fetch_kernel.fetch_rows` (it fetches the padding, too)."""
@@ -167,6 +180,18 @@ class CudaClock:
         end.synchronize()
         return float(start.elapsed_time(end))
 
+    def origin(self) -> tuple[torch.cuda.Event, float]:
+        """The host's reading lies in the middle of the few microseconds that the event takes in an idle stream.
+
+        Only the running stream is waited for: weights may be on their way in another.
+        """
+        event = self.mark()  # an event is made when it is first recorded: not in the time that counts
+        event.synchronize()
+        before = time.perf_counter()
+        event.record()
+        event.synchronize()
+        return event, (before + time.perf_counter()) / 2
+
 
 class CudaTransfer(TransferEngine):
     """A side stream a direction; each transfer starts after what the running stream was given before it."""
@@ -176,7 +201,7 @@ class CudaTransfer(TransferEngine):
     def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
         super().__init__(telemetry)
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside")}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights")}
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def mark(self) -> Ticket:
@@ -185,8 +210,8 @@ class CudaTransfer(TransferEngine):
         return _CudaTicket(event, [])
 
     @contextmanager
-    def beside(self, after: Ticket) -> Iterator[None]:
-        with torch.cuda.stream(self._streams["beside"]):
+    def beside(self, after: Ticket, stream: str = "beside") -> Iterator[None]:
+        with torch.cuda.stream(self._streams[stream]):
             after.wait()
             yield
 
@@ -194,6 +219,10 @@ class CudaTransfer(TransferEngine):
         stream = torch.cuda.current_stream(self._device)
         for tensor in tensors:
             tensor.record_stream(stream)
+
+    def _bring(self, target: Tensor, source: Tensor) -> Ticket:
+        target.copy_(source, non_blocking=True)
+        return self.mark()
 
     def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
         from hybridgen.offload.fetch_kernel import fetch_rows  # Triton: only where there is a GPU

@@ -19,6 +19,7 @@ class MemoryPlan:
     device_is_host: bool
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
+    weights_on_gpu: float | None = None  # realised share of the decoder layers' weights; None: not planned
 
     @property
     def device_bytes(self) -> int:
@@ -47,6 +48,11 @@ class MemoryPlan:
             lines += [f"    {name:<34} {format_bytes(size):>11}" for name, size in items.items() if size]
             if title == "host" and self.device_is_host:
                 lines.append(f"    {'what the device part takes':<34} {format_bytes(self.device_bytes):>11}")
+        if self.weights_on_gpu is not None:
+            lines.append(
+                f"  {100 * self.weights_on_gpu:.4g} % of the decoder layers' weights stay on the device, "
+                "and all of embeddings, final norm and LM head"
+            )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

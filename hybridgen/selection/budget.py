@@ -39,7 +39,7 @@ def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
     longest = host_logits.shape[-1]
     if min(lengths) == longest:
         return host_logits
-    valid = _per_sequence(lengths, host_logits.device).view(-1, 1, 1, 1)
+    valid = per_sequence(lengths, host_logits.device).view(-1, 1, 1, 1)
     return host_logits.masked_fill(torch.arange(longest, device=host_logits.device) >= valid, -torch.inf)
 
 
@@ -70,13 +70,13 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
     chosen = torch.remainder(-best, _ROW_RANGE)
     p = torch.gather(host_p, -1, chosen)
 
-    limit = _per_sequence(most, host_p.device)
+    limit = per_sequence(most, host_p.device)
     if rule.mass is None or rule.mass >= 1.0:  # all of the mass needs all of the tokens, rounding or not
         counts = torch.zeros_like(local_p, dtype=torch.int64) + limit
     else:
         before = p.cumsum(-1).sub_(p)  # what the better rows hold
         needed = (before < (rule.mass - local_p).unsqueeze_(-1)).sum(-1)
-        floor = _per_sequence([min(n, rule.min_keep) for n in lengths], host_p.device)
+        floor = per_sequence([min(n, rule.min_keep) for n in lengths], host_p.device)
         counts = torch.minimum(needed.clamp_(min=floor), limit)
         if host_p.device.type == "cpu":  # no wait is needed to know how many rows the fetch can leave out
             widest = int(counts.max())
@@ -88,7 +88,7 @@ def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) 
     return TokenSelection(chosen.masked_fill(padding, 0), counts, padding.unsqueeze(2), lengths, mass)
 
 
-def _per_sequence(values: list[int], device: torch.device) -> Tensor:
+def per_sequence(values: list[int], device: torch.device) -> Tensor:
     """int64 [B, 1]. Host lengths change once in 64 steps: in between nothing is sent to the device."""
     return _cached_column(tuple(values), device)
 

@@ -368,7 +368,7 @@ class DenseSimulation:
     def decode(self, token: int, follow: Mapping[int, Sequence[Sequence[int]]] | None = None) -> StepRecord:
         """One step. `follow`: another implementation's choices (layer -> KV head -> positions), which are
         judged and, where they differ within the tolerances, used, so that a tie does not spread."""
-        model, settings, position = self.model, self.settings, self.length
+        model, position = self.model, self.length
         x = model.embed([token], position)
         inputs: list[Tensor] = []  # of the layers so far
         records = []

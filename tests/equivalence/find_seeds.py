@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.equivalence import test_append, test_forgotten_wait, test_partial_budget
+from tests.equivalence import test_append, test_forgotten_wait, test_lookahead, test_partial_budget
 from tests.equivalence.zoo import ModelZoo
 
 TRIES = 300
@@ -21,7 +21,12 @@ TRIES = 300
 def main() -> None:
     """Print a line for every case, or for the named ones."""
     torch.set_num_threads(1)
-    cases = {**test_partial_budget.CASES, **test_append.CASES, **test_forgotten_wait.CASES}
+    cases = {
+        **test_partial_budget.CASES,
+        **test_append.CASES,
+        **test_forgotten_wait.CASES,
+        **{f"lookahead: {name}": case for name, case in {**test_lookahead.CASES, **test_lookahead.FULL_BUDGET}.items()},
+    }
     with tempfile.TemporaryDirectory() as parent:
         zoo = ModelZoo(Path(parent))
         for name in sys.argv[1:] or cases:

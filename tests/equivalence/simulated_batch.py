@@ -23,6 +23,7 @@ class SimulatedBatch:
     def __init__(self, model: DenseModel, settings: Settings, sequences: int, seed: int) -> None:
         self.model, self.settings, self.seed = model, settings, seed
         self.sequences = [DenseSimulation(model, settings) for _ in range(sequences)]
+        self.texts: list[list[int]] = [[] for _ in range(sequences)]  # every token so far
         self.steps: list[list[StepRecord]] = []  # a step: one record a sequence
         self.logits = torch.empty(0)  # of the last call, [sequences, vocabulary]
         self._generator = torch.Generator().manual_seed(seed)
@@ -32,6 +33,8 @@ class SimulatedBatch:
         return [random_tokens(self.model.vocab_size, length, seed) for length, seed in zip(lengths, seeds, strict=True)]
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        for text, prompt in zip(self.texts, prompts, strict=True):
+            text.extend(prompt)
         pairs = zip(self.sequences, prompts, strict=True)
         self.logits = torch.stack([sequence.prefill(prompt) for sequence, prompt in pairs])
         return self.logits
@@ -46,6 +49,7 @@ class SimulatedBatch:
         for i, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
             own = None if follow is None else {layer: chosen[i] for layer, chosen in follow.items()}
             records.append(sequence.decode(token, own))
+            self.texts[i].append(token)
         self.steps.append(records)
         self.logits = torch.stack([record.logits for record in records])
         return records

@@ -18,10 +18,35 @@ from tests.equivalence.zoo import ModelZoo
         ("llama-gqa2", Settings(window=64, keep=0.1), {}),
         ("opt", Settings(window=64, keep=None, keep_mass=0.9, exact_layers=(0, 1), exact_mode="select"), {}),
         ("qwen2", Settings(window=64, keep=0.1, lookahead="off", exact_layers=(0, 3)), {}),
+        ("llama-gqa2", Settings(window=64, keep=0.1, lookahead="logits"), {}),
+        (
+            "qwen2",
+            Settings(
+                window=64,
+                keep=None,
+                keep_mass=0.85,
+                lookahead="logits",
+                predictor="delta",
+                exact_layers=(0, 1),
+                exact_mode="select",
+                dropped="renormalise",
+            ),
+            {},
+        ),
+        ("llama-gqa3", Settings(window=64, keep=0.1, predictor="delta"), {}),
         ("llama-gqa2", Settings(window=64, keep=0.1), {"runtime__micro_batch": 2}),
         ("llama-gqa2", Settings(window=64, keep=0.1), {"runtime__micro_batch": 1}),
     ],
-    ids=["keep", "exact select, mass", "off, two resident", "micro-batches of 2", "micro-batches of 1"],
+    ids=[
+        "keep",
+        "exact select, mass",
+        "off, two resident",
+        "logits",
+        "logits, select, renormalise",
+        "select delta",
+        "micro-batches of 2",
+        "micro-batches of 1",
+    ],
 )
 def test_budget_and_covered_mass(zoo: ModelZoo, name: str, settings: Settings, overrides: dict[str, Any]) -> None:
     """Means over steps, layers, KV heads and sequences; one sequence has no host tier."""

@@ -18,6 +18,7 @@ from tests.equivalence.zoo import ModelZoo
 
 NAME = "llama-gqa2"
 SETTINGS = Settings(window=16, keep=0.1)
+LOGITS = Settings(window=16, keep=0.1, lookahead="logits", predictor="delta")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 
 
@@ -34,8 +35,8 @@ def is_host_rows(targets: list[Tensor], direction: str) -> bool:
     return direction == "d2h" and len(targets) == 1 and targets[0].shape[-3::2] == (KV_HEADS, HEAD_DIM)
 
 
-def is_read_back(targets: list[Tensor], direction: str) -> bool:
-    """Rows of the host tier, for an appended chunk to attend to."""
+def is_one_to_device(targets: list[Tensor], direction: str) -> bool:
+    """In prefill rows of K or V of the host tier, for an appended chunk to attend to; in decode with `logits` V."""
     return direction == "h2d" and len(targets) == 1
 
 
@@ -56,7 +57,10 @@ def forget(monkeypatch: pytest.MonkeyPatch, kind: Callable[[list[Tensor], str], 
 
 
 PROMPTS = (140, 146)  # windows of W + 56 and W + 62 rows: the first layers age within few steps
-CASES = {"nothing forgotten": Case(NAME, SETTINGS, ((PROMPTS, 20), ((40, 30), 2)), seed=1)}
+CASES = {
+    "nothing forgotten": Case(NAME, SETTINGS, ((PROMPTS, 20), ((40, 30), 2)), seed=1),
+    "nothing forgotten, logits": Case(NAME, LOGITS, ((PROMPTS, 20), ((40, 30), 2)), seed=1),
+}
 SEED = CASES["nothing forgotten"].seed
 
 
@@ -66,17 +70,31 @@ def start(zoo: ModelZoo, llm: LLM, settings: Settings = SETTINGS) -> SideBySide:
     return run
 
 
-def test_nothing_is_caught_where_nothing_is_forgotten(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_caught_where_nothing_is_forgotten(
+    zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     forgotten = forget(monkeypatch, lambda targets, direction: False)
-    run = CASES["nothing forgotten"].run(zoo)
+    run = CASES[case].run(zoo)
     assert not forgotten and run.simulated.ageings()
 
 
-@pytest.mark.parametrize("kind", [is_fetch, is_host_rows, is_query], ids=["fetched rows", "aged rows", "query"])
-def test_of_a_transfer_in_decode(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        (SETTINGS, is_fetch),
+        (SETTINGS, is_host_rows),
+        (SETTINGS, is_query),
+        (LOGITS, is_one_to_device),
+        (LOGITS, is_host_rows),
+        (LOGITS, is_query),
+    ],
+    ids=["fetched rows", "aged rows", "query", "logits, fetched rows", "logits, aged rows", "logits, query"],
+)
+def test_of_a_transfer_in_decode(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, settings: Settings, kind: Any) -> None:
     """At a partial budget what is poisoned may not be chosen, but then something else is wrongly chosen."""
-    with engine(zoo.directory(NAME), SETTINGS) as llm:
-        run = start(zoo, llm)
+    with engine(zoo.directory(NAME), settings) as llm:
+        run = start(zoo, llm, settings)
         run.decode(1)
         forgotten = forget(monkeypatch, kind)
         with pytest.raises(AssertionError, match=r"decode step \d+: (sequence|logits)"):
@@ -94,6 +112,27 @@ def test_of_rows_in_decode_at_full_budget(zoo: ModelZoo, monkeypatch: pytest.Mon
     assert logits[-1].isnan().all()
 
 
+@pytest.mark.parametrize(("settings", "tensors"), [(SETTINGS, 2), (LOGITS, 1)], ids=["select", "logits"])
+def test_logits_fetch_no_keys(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, settings: Settings, tensors: int) -> None:
+    """Of what is kept, five layers' K and V, or V alone, come to the device."""
+    issue = LazyTransfer._issue
+    fetched: list[int] = []  # numbers of each transfer
+
+    def count(self: Any, targets: Any, work: Any, direction: Any, sources: Any) -> Ticket:
+        if direction == "h2d":
+            fetched.append(sum(target.numel() for target in targets))
+        return issue(self, targets, work, direction, sources)
+
+    monkeypatch.setattr(LazyTransfer, "_issue", count)
+    with engine(zoo.directory(NAME), settings) as llm:
+        run = start(zoo, llm, settings)
+        fetched.clear()
+        run.decode(1)
+    kept = run.simulated.kept()
+    assert len(kept) == 2 * 5 * KV_HEADS and set(kept) == {7}
+    assert fetched == [2 * KV_HEADS * 7 * HEAD_DIM * tensors] * 5
+
+
 def test_of_rows_in_prefill(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = forget(monkeypatch, is_host_rows)
     with engine(zoo.directory(NAME), Settings(window=16, keep=1.0)) as llm:
@@ -105,7 +144,7 @@ def test_of_rows_in_prefill(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> N
 def test_of_rows_read_back_for_an_append(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(zoo.directory(NAME), SETTINGS) as llm:
         run = start(zoo, llm)
-        forgotten = forget(monkeypatch, is_read_back)
+        forgotten = forget(monkeypatch, is_one_to_device)
         assert llm.prefill(run.batch, [[5, 6, 7], [8]]).isnan().all()
     assert forgotten
 

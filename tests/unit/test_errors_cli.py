@@ -179,7 +179,6 @@ def test_unknown_flag(refused: Refused) -> None:
         ("--keep-mass", "nan", "selection.keep_mass = nan"),
         ("--min-keep", "-1", "selection.min_keep = -1"),
         ("--weights-on-gpu", "1.5", "placement.weights_on_gpu = 1.5"),
-        ("--weights-on-gpu", "0.5", "only 1.0"),
         ("--device", "tpu", "runtime.device = 'tpu' (from --device): allowed is 'auto' or 'cpu' or 'cuda'"),
         ("--dtype", "int8", "model.dtype = 'int8'"),
         ("--weights", "some", "model.weights = 'some'"),
@@ -381,6 +380,14 @@ def test_a_report_needs_its_folder(refused: Refused, llama: Path, tmp_path: Path
     (tmp_path / "r").mkdir()
     refused(*argv, tmp_path / "r", says=("--report", str(tmp_path / "r")))
     assert [file.name for file in tmp_path.iterdir()] == ["r"], "nothing is left behind"
+
+
+def test_a_trace_needs_its_folder_and_a_file_of_its_own(refused: Refused, llama: Path, tmp_path: Path) -> None:
+    argv = ("--model", llama, *SMALL, "--weights", "random", "--trace")
+    refused(*argv, tmp_path / "no" / "t.json", says=("--trace", "no/t.json", "folder"))
+    refused(*argv, tmp_path, says=("--trace", str(tmp_path), "folder"))
+    refused(*argv, tmp_path / "t.json", "--report", tmp_path / "t.json", says=("--trace", "t.json", "report"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_streamed_text_is_whole(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,11 +41,11 @@ def test_spans_add_up_by_stage_and_layer(telemetry: Telemetry, clock: FakeClock)
     work(telemetry, clock, "qkv", 0, 1.0)
     work(telemetry, clock, "qkv", 1, 2.0)
     work(telemetry, clock, "qkv", 1, 3.0)
-    telemetry.host_time("scan", 1, 7.0)
-    telemetry.host_time("qkv", 1, 0.5)
+    telemetry.host_time("scan", 1, 2.0, 2.0078125)
+    telemetry.host_time("qkv", 1, 3.0, 3.0009765625)
     assert clock.resolved == 0, "nothing is resolved, and so nothing waits, before the step is over"
     step = telemetry.end_step()
-    assert step.stage_ms == {"qkv": {0: 1.0, 1: 5.5}, "scan": {1: 7.0}}
+    assert step.stage_ms == {"qkv": {0: 1.0, 1: 5.9765625}, "scan": {1: 7.8125}}
     assert telemetry.steps == [step]
     assert step.step_ms >= 0.0
 

@@ -1,0 +1,113 @@
+"""On CUDA the same tokens wherever the weights lie, and the memory that the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridgen.config import Setting, build_config
+from hybridgen.engine import build
+from hybridgen.engine.llm import LLM
+from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
+
+STEPS = 12
+SHARES = [0.0, 0.1, 0.37, 0.5, 0.9, 1.0]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny-models")
+
+
+def generate(model: str, share: float, dtype: str, **overrides: object) -> list[list[int]]:
+    settings = {
+        "runtime.device": "cuda",
+        "model.dtype": dtype,
+        "cache.gpu_window": 64,
+        "model.exact_layers": [0],
+        "selection.keep": 0.2,
+        "selection.min_keep": 8,
+        "placement.weights_on_gpu": share,
+        **overrides,
+    }
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(96, (length,), generator=generator).tolist() for length in (230, 97, 180)]
+    with LLM(model, settings) as llm:
+        first = llm.generate(prompts, STEPS, ignore_eos=True).output_ids
+        assert llm.generate(prompts, STEPS, ignore_eos=True).output_ids == first
+        assert (llm.weights_on_gpu < 1) == (share < 1)
+        return first
+
+
+@pytest.mark.parametrize(("dtype", "depth"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_tokens_do_not_depend_on_the_share(name: str, dtype: str, depth: int, directory: Path) -> None:
+    model = str(save_tiny_model(name, directory))
+    expected = generate(model, 1.0, dtype)
+    for share in SHARES[:-1]:
+        assert generate(model, share, dtype, **{"placement.prefetch_depth": depth}) == expected, share
+
+
+@pytest.mark.parametrize("lookahead", ["select", "logits", "off"])
+def test_micro_batches_pieces_and_lookahead(lookahead: str, directory: Path) -> None:
+    model = str(save_tiny_model("llama-gqa2", directory))
+    overrides = {"attention.lookahead": lookahead, "runtime.micro_batch": 2, "runtime.prefill_chunk": 50}
+    expected = generate(model, 1.0, "float32", **overrides)
+    for share in SHARES[:-1]:
+        assert generate(model, share, "float32", **overrides) == expected, share
+
+
+def test_matrices_large_enough_to_be_under_way_when_they_are_wanted() -> None:
+    """OPT-1.3B, random weights: a layer's copies take longer than the layer itself, so a missing wait would show."""
+
+    def run(share: float) -> tuple[list[torch.Tensor], int]:
+        given = {
+            "model.name": "opt-1.3b",
+            "model.weights": "random",
+            "runtime.device": "cuda",
+            "model.dtype": "float16",
+            "selection.keep": 0.1,
+            "selection.keep_mass": None,
+            "placement.weights_on_gpu": share,
+        }
+        config = build_config({path: Setting(value, "the test") for path, value in given.items()})
+        choice = build.choose_model(config)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        weights = build.obtain_weights(choice, config, needs_text=False)
+        loading = torch.cuda.max_memory_allocated() - before
+        with LLM.from_parts(config, choice, weights) as llm:
+            batch = llm.new_batch([1600])
+            logits = [llm.prefill(batch, [[7 + i % 900 for i in range(1500)]])]
+            for _ in range(12):
+                logits.append(llm.decode(batch, logits[-1].argmax(-1)))
+            planned = build.plan_memory(choice, config, llm.modes, 1, 1600)
+            assert loading <= planned.device["weights"] + 2**26  # a block of random numbers
+            return [some.cpu() for some in logits], loading
+
+    expected, whole = run(1.0)
+    for share in (0.0, 0.3, 0.8):
+        found, part = run(share)
+        assert part < (0.35 + 0.65 * share + 0.1) * whole
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), share
+
+
+def test_decode_allocates_no_device_memory(directory: Path) -> None:
+    model = str(save_tiny_model("llama-mha", directory))
+    settings = {
+        "runtime.device": "cuda",
+        "cache.gpu_window": 64,
+        "selection.keep": 0.2,
+        "placement.weights_on_gpu": 0.3,
+    }
+    with LLM(model, settings) as llm:
+        batch = llm.new_batch([400])
+        token = llm.prefill(batch, [list(range(90)) * 3]).argmax(-1)
+        for _ in range(8):
+            token = llm.decode(batch, token).argmax(-1)
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        for _ in range(60):
+            token = llm.decode(batch, token).argmax(-1)
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before
