@@ -83,7 +83,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--keep", "selection.keep", parse_keep, "F|N", "host tokens kept: a fraction with a decimal point, or a count"),
     ("--keep-mass", "selection.keep_mass", float, "M", "attention mass that what is attended must hold"),
     ("--min-keep", "selection.min_keep", int, "N", "never keep fewer host tokens than this (default 64)"),
-    ("--lookahead", "attention.lookahead", str, "MODE", "select (choose by the predicted query), logits (weigh by it) or off"),
+    ("--lookahead", "attention.lookahead", str, "MODE", "select (by predicted query), logits (weigh by it) or off"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed"),
 ]  # fmt: skip
 

@@ -26,7 +26,7 @@ from hybridgen.engine.generation import Generation, generate
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
-from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.engine.schedule import FixedSchedule
 from hybridgen.errors import CheckpointError
 from hybridgen.kv_cache.layout import host_shape
 from hybridgen.kv_cache.resident import ResidentKV

@@ -19,6 +19,7 @@ from hybridgen import __version__
 from hybridgen.engine.generation import Generation
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.output import write_whole
+from hybridgen.engine.schedule import encode
 from hybridgen.placement.plan import MemoryPlan
 from hybridgen.telemetry import StepTimings
 
@@ -81,7 +82,7 @@ def build_report(
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "allocations_in_decode": allocations,
         "memory_plan": plan.to_dict(),
-        "scheduler": {"steps": _planned(llm, len(steps))},
+        "scheduler": {"steps": encode(llm.schedule.plan(step) for step in range(len(steps)))},
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
         "versions": {
@@ -117,29 +118,6 @@ def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
         for stage, layers in step.stage_ms.items():
             totals[stage] += layers.values()
     return {stage: statistics.fmean(values) for stage, values in totals.items()}
-
-
-def _planned(llm: LLM, steps: int) -> list[dict[str, Any]]:
-    """The plan of each step, equal neighbours (steps and layers) written once with a count."""
-    coded: list[dict[str, Any]] = []
-    for step in range(steps):
-        layers: list[dict[str, Any]] = []
-        for plan in llm.schedule.plan(step).layers:
-            entry = {
-                "mode": plan.mode,
-                "keep": None if plan.keep is None else vars(plan.keep),
-                "scan_tokens": plan.scan_tokens,
-                "full_scan": plan.mode == "post_qkt" and plan.scan_tokens is None,
-            }
-            if layers and {key: layers[-1][key] for key in entry} == entry:
-                layers[-1]["count"] += 1
-            else:
-                layers.append({**entry, "count": 1})
-        if coded and coded[-1]["layers"] == layers:
-            coded[-1]["steps"] += 1
-        else:
-            coded.append({"steps": 1, "layers": layers})
-    return coded
 
 
 def describe_machine(llm: LLM) -> dict[str, Any]:

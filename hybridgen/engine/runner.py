@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
-from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.engine.schedule import FixedSchedule
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.transfer import Ticket

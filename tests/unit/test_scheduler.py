@@ -6,7 +6,7 @@ import pytest
 
 from hybridgen.config import Config, Setting, build_config
 from hybridgen.engine.layer_modes import layer_modes
-from hybridgen.engine.scheduler import FixedSchedule
+from hybridgen.engine.schedule import FixedSchedule
 from hybridgen.types import KeepRule
 
 RULE = KeepRule(0.1, None, 0)
