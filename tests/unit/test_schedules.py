@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridgen.engine import scheduler
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.schedule import (
     FixedSchedule,
@@ -46,14 +45,6 @@ def latencies(host_ms: float, device_ms: float, host_tokens: int = 1000) -> Step
 
 
 # --- fixed ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interval", [0, 1, 4, 16])
-def test_fixed_is_what_it_was(interval: int) -> None:
-    old, new = (kind(MODES, RULE, interval) for kind in (scheduler.FixedSchedule, FixedSchedule))
-    for step in range(80):
-        assert old.plan(step) == new.plan(step)
-        new.observe(latencies(1, 2))
 
 
 # --- paper (algorithms.md 7.4) ----------------------------------------------------------------------
