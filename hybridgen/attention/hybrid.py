@@ -51,7 +51,7 @@ class HybridAttention(LayerAttention):
         self._query: Tensor | None = None
         self._scan: ScanTicket | None = None
         self._fetch: FetchTicket | None = None
-        self._submitted = Ticket()
+        self._submitted = self._chosen = Ticket()
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         self._rule = plan.keep
@@ -73,7 +73,8 @@ class HybridAttention(LayerAttention):
             self._transfer.hand_over(self._query)
             with self._telemetry.span("choose", self._layer, row="beside"):
                 self.selection = self._select(self._query, logits, self._rule)
-                self._scan.release(self._transfer.mark())
+                self._chosen = self._transfer.mark()
+                self._scan.release(self._chosen)
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = None
@@ -83,6 +84,7 @@ class HybridAttention(LayerAttention):
             self.submit(query, plan)
             self.choose()
         assert self.selection is not None
+        self._chosen.wait()  # the choice reads the window, and the new token is not in it
         self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
             context, log_sum = self._attend(query, self.selection, want_log_sum=plan.probe_mass)
