@@ -132,4 +132,12 @@ def run_command(command: Callable[[list[str]], int], argv: Sequence[str] | None 
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or "out of memory" in str(error)):
+            raise
+        print(
+            f"error: out of memory in spite of the plan: {error}; give a smaller --seq or --gpu-memory", file=sys.stderr
+        )
+        return 2

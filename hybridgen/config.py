@@ -190,7 +190,7 @@ def merge_settings(*layers: Settings) -> Settings:
     pair = ("selection.keep", "selection.keep_mass")
     merged: Settings = {}
     for layer in layers:
-        given = [path for path in pair if path in layer]
+        given = [path for path in pair if path in layer and layer[path].value is not None]
         if len(given) == 1:
             other = pair[1 - pair.index(given[0])]
             merged[other] = Setting(None, layer[given[0]].source)
@@ -251,10 +251,11 @@ def _coerce(path: str, setting: Setting, hint: Any) -> Any:
             return value
         if typing.get_origin(option) is Literal and value is False and "off" in typing.get_args(option):
             return "off"  # YAML reads a bare off as false
-        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
+        if typing.get_origin(option) is tuple:
             element = typing.get_args(option)[0]
-            if all(_is(item, element) for item in value):
-                return tuple(value)
+            items = value if isinstance(value, (list, tuple)) else (value,)  # one element needs no brackets
+            if all(_is(item, element) for item in items):
+                return tuple(items)
         if isinstance(option, type) and _is(value, option):
             return value
     if float in options and _is(value, int):

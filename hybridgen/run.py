@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
 from hybridgen.cli import Parser, add_engine_flags, given_settings, run_command
-from hybridgen.config import Config, build_config
+from hybridgen.config import Config, build_config, configs_dir
 from hybridgen.engine import build
 from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice
@@ -73,14 +73,15 @@ def _run(argv: list[str]) -> int:
     prompt_ids = None if text is None else encode_if_local(choice, config, text)
     tokens = planned_tokens(choice, config, prompt_ids)
     pair = ("selection.keep", "selection.keep_mass")
-    keep_given = any(settings[path].source.startswith("--") for path in pair if path in settings)
+    shipped = str(configs_dir())
+    keep_given = any(shipped not in settings[path].source for path in pair if path in settings)
     if config.model.weights == "random" and not keep_given:
         config = _random_keep(config)
     wants_check = text is None and _wants_check(config, tokens)
     admission = admit(choice, config, tokens, config.run.gen, config.run.batch, wants_check)
+    config = _resolved(admission, choice, tokens)
     print(format_settings(config))
     print(admission.describe())
-    config = admission.config
     weights = _load(choice, config, text is not None)
     if weights.kind == "random":
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): the output is meaningless, only speed is measured ***")
@@ -126,7 +127,7 @@ def _generate(
             logits,
             config.run.gen,
             Sampler(config.sampling, llm.device, config.run.seed),
-            ends=lambda ids: ids[-1] in eos or _stops(tokenizer, ids, config.sampling.stop),
+            ends=llm.ends(ignore_eos=tokenizer is None),
             on_token=show,
             interrupted=interrupted,
         )
@@ -147,6 +148,22 @@ def _generate(
         write_trace(trace, trace_path)
         print(f"trace: {trace_path} ({trace['otherData']['steps_traced']} of {len(generation.steps)} decode steps)")
     return 130 if generation.ended_by == "interrupt" else 0
+
+
+def _resolved(admission: Admission, choice: ModelChoice, tokens: int) -> Config:
+    """The settings with what `auto` and the defaults came out as."""
+    config = admission.config
+    exact = config.model.exact_layers_mode
+    if exact == "auto":
+        exact = "resident" if "resident" in admission.modes else "select"
+    dtype: Any = str(choice.dtype).removeprefix("torch.")
+    device: Any = choice.device.type
+    return replace(
+        config,
+        model=replace(config.model, dtype=dtype, exact_layers_mode=exact),
+        runtime=replace(config.runtime, device=device),
+        run=replace(config.run, seq=tokens),
+    )
 
 
 def _wants_check(config: Config, tokens: int) -> bool:
@@ -214,13 +231,6 @@ def _printer(tokenizer: Tokenizer | None, eos: set[int], gen: int) -> Iterator[C
 
     yield show
     print(decoder.flush(), flush=True)
-
-
-def _stops(tokenizer: Tokenizer | None, ids: list[int], stop: tuple[str, ...]) -> bool:
-    if not stop or tokenizer is None:
-        return False
-    text = tokenizer.decode(ids)
-    return any(word in text for word in stop)
 
 
 def _text(tokenizer: Tokenizer, ids: list[int], eos: set[int]) -> str:

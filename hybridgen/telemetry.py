@@ -76,7 +76,6 @@ class Telemetry:
     clock: Clock = field(default_factory=HostClock)
     enabled: bool = True
     trace_steps: int = 0
-    steps: list[StepTimings] = field(default_factory=list)
     bytes_moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _spans: list[_Span] = field(default_factory=list)
     _host_spans: list[TracedSpan] = field(default_factory=list)
@@ -84,6 +83,7 @@ class Telemetry:
     _open: _Span | None = None  # the innermost: bytes counted now are its
     _origin: tuple[Any, float] | None = None  # of a step that is traced
     _step_start: float = 0.0
+    _is_fresh: bool = False
 
     def span(self, stage: str, layer: int, row: str = "compute") -> _Span:
         """`with telemetry.span("attention", layer):` times what is issued inside, on the device's timeline.
@@ -113,8 +113,15 @@ class Telemetry:
         self._host_spans.clear()
         self._device_units.clear()
         self.bytes_moved.clear()
+        self._is_fresh = True
         self._origin = self.clock.origin() if self.trace_steps > 0 else None
         self._step_start = time.perf_counter()
+
+    def enter_step(self) -> None:
+        """A decode step begins: one that nobody opened (`LLM.decode` in a loop of its own) opens itself."""
+        if not self._is_fresh:
+            self.begin_step()
+        self._is_fresh = False
 
     def end_step(self) -> StepTimings:
         """Close the step; the caller has already waited for its result (it has the token)."""
@@ -139,7 +146,6 @@ class Telemetry:
             step.spans = tuple(self._traced(*self._origin))
             self.trace_steps -= 1
             self._origin = None
-        self.steps.append(step)
         return step
 
     def _traced(self, origin: Any, origin_s: float) -> list[TracedSpan]:
@@ -150,11 +156,6 @@ class Telemetry:
             end_s = origin_s + self.clock.elapsed_ms(origin, span.end) / 1e3
             spans.append(TracedSpan(span.stage, span.layer, span.row, start_s, end_s, span.bytes))
         return sorted(spans, key=lambda span: span.start_s)
-
-    def forget(self) -> None:
-        """Drop all finished steps (a new request begins)."""
-        self.steps.clear()
-        self.begin_step()
 
 
 class _Span:

@@ -2,8 +2,9 @@
 
 The CPU scores the host's keys while the device is elsewhere; the device chooses, fetches K and V of
 the chosen rows, and runs one softmax of the true query over sinks, window, new token and fetched rows.
-With lookahead the choosing query is the one predicted from the previous layer's input, so that scan
-and fetch are over when the layer begins; without, the layer waits for both.
+With lookahead the choosing query is the one predicted from the previous layer's input: the scan is over,
+or nearly so, when the layer begins, and the next layer's scan runs beside choice, fetch and attention.
+Without, the layer waits for its own scan.
 """
 
 from __future__ import annotations

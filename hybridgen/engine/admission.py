@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
@@ -31,11 +32,9 @@ class Admission:
     config: Config  # as given, `--weights-on-gpu auto` settled
 
     def describe(self) -> str:
-        exact = [str(layer) for layer, mode in enumerate(self.modes) if mode != "lookahead"]
-        kinds = sorted({mode for mode in self.modes if mode != "lookahead"})
-        lines = [self.plan.describe(*self.limits)]
-        if exact and len(exact) < len(self.modes):
-            lines.append(f"exact layers: {', '.join(exact)} ({', '.join(kinds)})")
+        runs = [(mode, [layer for layer, _ in run]) for mode, run in groupby(enumerate(self.modes), lambda m: m[1])]
+        modes = ", ".join(f"{_span(layers)} {mode}" for mode, layers in runs)
+        lines = [self.plan.describe(*self.limits), f"layers: {modes}"]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -46,6 +45,8 @@ def admit(
     capacity = prompt_tokens + gen
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
     limits = build.memory_limits(config, choice.device)
+    if config.placement.gpu_memory_bytes is not None and choice.device.type != "cuda":
+        notes.append("there is no GPU: --gpu-memory has no effect")
     modes = build.resolve_modes(choice, config, batch, capacity)
     plan = build.plan_memory(choice, config, modes, batch, capacity)
     if not plan.fits(*limits):
@@ -106,6 +107,10 @@ def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: in
     if sizes:
         return f"a smaller model: --model {max(sizes)[1]}"
     return "nothing on this machine"
+
+
+def _span(layers: list[int]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def _name(dtype: torch.dtype) -> str:

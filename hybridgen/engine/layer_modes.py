@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hybridgen.config import Config
+from hybridgen.config import Config, ModelConfig
+from hybridgen.errors import ConfigError
 from hybridgen.types import ExactMode
 
 LayerMode = Literal["resident", "select", "lookahead"]
@@ -21,6 +22,9 @@ def layer_modes(config: Config, num_layers: int, exact: ExactMode) -> tuple[Laye
     """One mode a layer. Layer 0 has no predecessor, so it is always exact."""
     if config.attention.executor == "full":
         return all_resident(num_layers)
+    unknown = [layer for layer in config.model.exact_layers if layer >= num_layers]
+    if unknown and config.model.exact_layers != ModelConfig().exact_layers:
+        raise ConfigError(f"model.exact_layers: {unknown} are no layers of this model (0 to {num_layers - 1})")
     exact_layers = {0, *config.model.exact_layers}
     other: LayerMode = "select" if config.attention.lookahead == "off" else "lookahead"
     return tuple(exact if layer in exact_layers else other for layer in range(num_layers))

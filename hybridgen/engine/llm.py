@@ -111,7 +111,9 @@ class LLM:
         self.model, self.telemetry = self._machine.model, self._machine.telemetry
         self._transfer, self._worker = self._machine.transfer, self._machine.worker
         self._layout = build.window_layout(config)
-        self.schedule = FixedSchedule(self.modes, build.keep_rule(config), config.runtime.mass_probe_interval)
+        # A probe compares logits of the true query; `logits` mixes two.
+        probe = 0 if config.attention.lookahead == "logits" else config.runtime.mass_probe_interval
+        self.schedule = FixedSchedule(self.modes, build.keep_rule(config), probe)
         self._runner = Runner(
             self.model,
             self._machine.weights,
@@ -155,12 +157,25 @@ class LLM:
         return self._worker.jobs_by_isa
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool = False) -> Generation:
-        """Continue prompts (lists of token ids), drawing as `config.sampling` says."""
+        """Continue prompts (lists of token ids), drawing and stopping as `config.sampling` says."""
         batch = self.new_batch([len(prompt) + max_new_tokens for prompt in prompts])
         logits = self.prefill(batch, prompts)
         sampler = Sampler(self.config.sampling, self.device, self.config.run.seed)
-        eos = set() if ignore_eos else self.eos_token_ids
-        return generate(self, batch, logits, max_new_tokens, sampler, lambda ids: ids[-1] in eos)
+        return generate(self, batch, logits, max_new_tokens, sampler, self.ends(ignore_eos))
+
+    def ends(self, ignore_eos: bool = False) -> Callable[[list[int]], bool]:
+        """Whether a sequence's generated ids are complete: an end-of-text token, or a stop string."""
+        sampling = self.config.sampling
+        eos = set() if ignore_eos or sampling.ignore_eos else self.eos_token_ids
+        stop = sampling.stop if self.has_tokenizer else ()
+
+        def ended(ids: list[int]) -> bool:
+            if ids[-1] in eos:
+                return True
+            text = self.tokenizer.decode(ids) if stop else ""
+            return any(word in text for word in stop)
+
+        return ended
 
     def new_batch(self, capacities: Sequence[int]) -> Batch:
         """Room for sequences of up to capacities[b] tokens, prompt and generated together."""

@@ -1,7 +1,7 @@
 """Prefill and decode, layer by layer: the algorithm of the paper, for every device, strategy and batch size.
 
 While layer i runs, the CPU scores the host's keys for layer i + 1 by the query predicted from layer
-i's input; the rows it finds are fetched before layer i + 1 begins (HybridGen, arXiv 2604.18529, section 4).
+i's input; the rows it finds are fetched beside the scan for layer i + 2 (HybridGen, arXiv 2604.18529, section 4).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Runner:
     @torch.inference_mode()
     def decode_step(self, batch: Batch, tokens: Tensor) -> Tensor:
         """One more token of every sequence: ids [B] on the device -> next-token logits, float32 [B, vocab]."""
+        self._check_step(batch, tokens)
+        self._telemetry.enter_step()
         plan = self._schedule.plan(batch.steps)
         batch.steps += 1
         states = [_DecodeState(self.model, micro_batch, tokens) for micro_batch in batch.micro_batches]
@@ -137,6 +139,14 @@ class Runner:
             if micro_batch.changes is not None:
                 torch.sub(state.x[state.last], before, out=micro_batch.changes[layer])
 
+    def _check_step(self, batch: Batch, tokens: Tensor) -> None:
+        """Before anything changes: a token for each sequence, and room for it."""
+        if tokens.shape != (len(batch.capacities),):
+            raise ValueError(f"tokens: shape {tuple(tokens.shape)}, must be ({len(batch.capacities)},): one a sequence")
+        for index, (length, capacity) in enumerate(zip(batch.lengths, batch.capacities, strict=True)):
+            if length >= capacity:
+                raise ValueError(f"sequence {index} has reached its capacity of {capacity} tokens")
+
     def _check_room(self, batches: Sequence[Batch], prompts: Sequence[Sequence[int]]) -> None:
         for batch in batches:
             if len(prompts) != len(batch.capacities):
@@ -156,8 +166,6 @@ class _DecodeState:
     """One micro-batch on its way through the layers of a decode step."""
 
     def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor) -> None:
-        if max(micro_batch.lengths) >= micro_batch.capacity:
-            raise ValueError(f"a sequence has reached its capacity of {micro_batch.capacity} tokens")
         self.layers, self.changes = micro_batch.layers, micro_batch.changes
         self.place = micro_batch.next_place()
         self.positions = model.positions(self.place.index)

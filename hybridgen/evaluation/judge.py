@@ -39,6 +39,8 @@ def judge(llm: LLM, prompts: Prompts, text: list[str], full_text: list[str] | No
     if llm.spec.family == "opt" and max(len(ids) for ids in prompts.ids) > llm.spec.max_positions:
         return {"answer": {"judged": False, "why": "not judged: positions interpolated"}}
     documents, cache = prompts.documents, llm.config.cache
+    if max(len(llm.tokenizer.encode(f" {document.answer}")) for document in documents) > llm.config.run.gen:
+        return {"answer": {"judged": False, "why": f"not judged: --gen {llm.config.run.gen} is too short for it"}}
     answer: dict[str, Any] = {
         "judged": True,
         "expected": [document.answer for document in documents],

@@ -10,7 +10,7 @@ from hybridgen.models.spec import LayerSpec
 
 
 class ResidentKV:
-    """[B, Hkv, capacity, head_dim] on the device; rows beyond a sequence's length are zero, never read."""
+    """[B, Hkv, capacity, head_dim] on the device; rows beyond a sequence's length are zero and masked."""
 
     def __init__(self, spec: LayerSpec, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = device_shape(spec, batch, capacity)

@@ -1,7 +1,7 @@
 """Host memory for the KV cache: mapped in one slab, on huge pages where the system allows it.
 
 On a machine with a GPU the slab is registered with CUDA once, so that copies run at full speed and
-kernels can read rows straight out of it (zero copy). The kernel's own pinned allocator would round
+kernels can read rows straight out of it (zero copy). PyTorch's pinned allocator would round
 each tensor up to a power of two and take three times as long.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hybridgen.errors import InsufficientMemoryError
 
 ALIGNMENT_BYTES = 4096
 REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -46,7 +48,10 @@ class HostSlab:
         self._device = device
         # Private: shared anonymous memory gets no huge pages from madvise.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, max(size_bytes, ALIGNMENT_BYTES), flags=flags)
+        try:
+            self._map = mmap.mmap(-1, max(size_bytes, ALIGNMENT_BYTES), flags=flags)
+        except OSError as error:
+            raise InsufficientMemoryError(f"the system gave no {size_bytes} bytes of host memory: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -84,7 +89,7 @@ def _register(memory: Tensor, device: torch.device) -> Tensor:
     cudart: Any = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), REGISTER_FLAGS))
     if status != 0:
-        raise MemoryError(
+        raise InsufficientMemoryError(
             f"CUDA refused to register {memory.numel()} bytes of host memory (error {status}); "
             "the locked-memory limit may be too low: see `ulimit -l`"
         )

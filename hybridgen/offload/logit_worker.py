@@ -144,11 +144,13 @@ class LogitWorker:
         return logits
 
     def _take_buffers(self, batch: int, heads: int, length: int, dim: int) -> _Buffers:
-        free = self._free.setdefault((batch, heads, length, dim), [])
+        free = self._free.setdefault((batch, heads, dim), [])
         if free:
             buffers = free.pop(0)
             buffers.last_use.wait_host()
-            return buffers
+            if buffers.logits.tensor.shape[2] >= length:
+                return buffers
+        # None is free, or it is from a shorter request and makes way: at most two are in flight.
         shapes = ((batch, heads, dim), (batch, heads, length))
         slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
         query, logits = (slab.take(shape, torch.float32) for shape in shapes)
@@ -156,4 +158,4 @@ class LogitWorker:
 
 
 def _key(buffers: _Buffers) -> tuple[int, ...]:
-    return (*buffers.logits.tensor.shape, buffers.query.tensor.shape[2])
+    return tuple(buffers.query.tensor.shape)

@@ -203,3 +203,16 @@ def test_interpolated_positions(tmp_path: Path) -> None:
         model.embed(tokens[:1], Positions(torch.tensor([2 * limit - 1])))  # the last one has a row, too
         model.extend_positions(limit // 2)  # a shorter batch does not move the rows of the longer one
         torch.testing.assert_close(model.embed(tokens, Positions(2 * index)), before)
+
+
+def test_decode_checks_before_it_changes_anything(tmp_path: Path) -> None:
+    """A full sequence, or too few tokens, leaves the batch as it was."""
+    with engine(save_tiny_model("opt", tmp_path)) as llm:
+        batch = llm.new_batch([4, 8])
+        llm.prefill(batch, [[1, 2, 3], [1, 2, 3]])
+        with pytest.raises(ValueError, match="one a sequence"):
+            llm.decode(batch, [1])
+        llm.decode(batch, [1, 1])
+        with pytest.raises(ValueError, match="sequence 0 has reached its capacity of 4"):
+            llm.decode(batch, [1, 1])
+        assert batch.lengths == [4, 4] and batch.steps == 1
