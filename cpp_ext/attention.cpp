@@ -12,6 +12,7 @@ namespace hybridgen {
 namespace {
 
 constexpr std::int64_t kLine = 16;  // floats of a cache line
+constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();  // kernels take lists of int32
 
 void require(bool good, const std::string& argument, std::int64_t value, const char* allowed) {
   if (!good) throw std::invalid_argument(argument + "=" + std::to_string(value) + ": must be " + allowed);
@@ -31,9 +32,8 @@ void check_shape(const AttentionShape& s, float scale) {
   require(s.num_heads > 0 && s.num_heads % s.num_kv_heads == 0, "num_heads", s.num_heads,
           "a positive multiple of num_kv_heads");
   require(s.head_dim > 0 && s.head_dim % 8 == 0, "head_dim", s.head_dim, "a positive multiple of 8");
-  require(s.device_rows >= 0, "device_rows", s.device_rows, "0 or more");
-  require(s.host_rows >= 0 && s.host_rows <= std::numeric_limits<std::uint32_t>::max(), "host_rows", s.host_rows,
-          "between 0 and 2^32 - 1");
+  require(s.device_rows >= 0 && s.device_rows <= kMostRows, "device_rows", s.device_rows, "between 0 and 2^31 - 1");
+  require(s.host_rows >= 0 && s.host_rows <= kMostRows, "host_rows", s.host_rows, "between 0 and 2^31 - 1");
   if (!std::isfinite(scale)) throw std::invalid_argument("scale=" + std::to_string(scale) + ": must be finite");
 }
 
@@ -59,30 +59,50 @@ void check_empty(const EmptySlots& empty, const AttentionShape& s) {
   require(s.batch == 1 || empty.batch_stride >= 0, "empty: stride", empty.batch_stride, "0 or more");
 }
 
+// K of sequence b, where n rows are enough to hold the mass.
+std::int64_t kept(const ChooseRequest& r, std::size_t b, std::int64_t n) {
+  const std::int64_t number = std::min(std::max(n, r.least[b]), r.most[b]);
+  return std::min(r.scored[b], (number * r.extra_thousandths + 999) / 1000);
+}
+
+// The largest K there can be.
+std::int64_t widest_of(const ChooseRequest& r) {
+  std::int64_t widest = 0;
+  for (std::size_t b = 0; b < r.most.size(); ++b) widest = std::max(widest, kept(r, b, r.most[b]));
+  return widest;
+}
+
 void check(const ChooseRequest& r) {
   const AttentionShape& s = r.shape;
   check_shape(s, r.scale);
   const auto batch = static_cast<std::size_t>(s.batch);
-  require(r.most.size() == batch, "len(most)", static_cast<std::int64_t>(r.most.size()), "len(lengths)");
-  require(r.floor.size() == batch, "len(floor)", static_cast<std::int64_t>(r.floor.size()), "len(lengths)");
-  std::int64_t widest = 0;
+  const auto one_each = [batch](const char* name, const std::vector<std::int64_t>& values) {
+    require(values.size() == batch, name, static_cast<std::int64_t>(values.size()), "one number for each sequence");
+  };
+  one_each("len(scored)", r.scored);
+  one_each("len(least)", r.least);
+  one_each("len(most)", r.most);
   for (std::size_t b = 0; b < batch; ++b) {
-    const auto at = [b](const char* name) { return name + ("[" + std::to_string(b) + "]"); };
-    const std::int64_t length = r.lengths[b], most = r.most[b], floor = r.floor[b];
-    require(length >= 0 && length <= s.host_rows, at("lengths"), length, "between 0 and the host logits' width");
-    require(most >= 0 && most <= length, at("most"), most, "between 0 and the sequence's length");
-    require(floor >= 0 && floor <= most, at("floor"), floor, "between 0 and the sequence's most");
-    widest = std::max(widest, most);
+    const auto limited = [b](const char* name, std::int64_t value, std::int64_t limit, const char* allowed) {
+      require(value >= 0 && value <= limit, name + ("[" + std::to_string(b) + "]"), value, allowed);
+    };
+    limited("scored", r.scored[b], s.host_rows, "between 0 and the host logits' width");
+    limited("least", r.least[b], kMostRows, "between 0 and 2^31 - 1");
+    limited("most", r.most[b], kMostRows, "between 0 and 2^31 - 1");
   }
   if (std::isnan(r.mass)) throw std::invalid_argument("mass=nan: must be a number");
+  require(r.extra_thousandths >= 1000 && r.extra_thousandths <= kMostRows, "extra_thousandths", r.extra_thousandths,
+          "between 1000 and 2^31 - 1");
+  const bool any = widest_of(r) > 0;
   check_heads("query", r.query, s, true);
   check_rows("keys", r.keys, s, s.device_rows);
   check_empty(r.empty, s);
-  check_heads("host_logits", r.host_logits, s, *std::max_element(r.lengths.begin(), r.lengths.end()) > 0);
-  check_address("rows", r.rows, 8, widest > 0);
-  check_address("padding", r.padding, 1, widest > 0);
+  check_heads("host_logits", r.host_logits, s, *std::max_element(r.scored.begin(), r.scored.end()) > 0);
+  check_address("rows", r.rows, 8, any);
+  check_address("padding", r.padding, 1, any);
   check_address("counts", r.counts, 8, true);
   check_address("masses", r.masses, 4, true);
+  check_address("probabilities", r.probabilities, 4, false);
 }
 
 void check(const AttendRequest& r) {
@@ -140,7 +160,7 @@ struct Bin {
 
 struct ThreadScratch {
   Scratch<float> query, local, logits, p, factors;
-  Scratch<std::int64_t> slots;
+  Scratch<std::int32_t> slots, rows;
   Scratch<std::uint64_t> keys, sorted;
   Scratch<Bin> bins;
 };
@@ -151,11 +171,11 @@ ThreadScratch& thread_scratch() {
 }
 
 // The slots of sequence b that hold a token; returns how many.
-std::int64_t list_slots(const EmptySlots& empty, std::int64_t b, std::int64_t device_rows, std::int64_t* slots) {
+std::int64_t list_slots(const EmptySlots& empty, std::int64_t b, std::int64_t device_rows, std::int32_t* slots) {
   const bool* row = empty.data + b * empty.batch_stride;
   std::int64_t n = 0;
   for (std::int64_t slot = 0; slot < device_rows; ++slot) {
-    slots[n] = slot;
+    slots[n] = static_cast<std::int32_t>(slot);
     n += !row[slot];
   }
   return n;
@@ -182,7 +202,7 @@ const float* gather_query(const HeadRows& query, const AttentionShape& s, std::i
 }
 
 void score(const IsaKernels& isa, const AttentionShape& s, const KvRows& keys, std::int64_t b, std::int64_t h,
-           const std::int64_t* list, std::int64_t rows, const float* query, float scale, float* out,
+           const std::int32_t* list, std::int64_t rows, const float* query, float scale, float* out,
            std::int64_t out_stride) {
   ScanBlock block{};
   block.query = query;
@@ -199,7 +219,7 @@ void score(const IsaKernels& isa, const AttentionShape& s, const KvRows& keys, s
 }
 
 void weigh(const IsaKernels& isa, const AttentionShape& s, const KvRows& values, std::int64_t b, std::int64_t h,
-           const std::int64_t* list, std::int64_t rows, const float* weights, std::int64_t weight_stride, float* out) {
+           const std::int32_t* list, std::int64_t rows, const float* weights, std::int64_t weight_stride, float* out) {
   WeighBlock block{};
   block.weights = weights;
   block.values = head_of(values, b, h);
@@ -260,10 +280,10 @@ struct Best {
   std::int64_t n;
 };
 
-// The rows of the highest p in order, as keys: `most` and a few more, or at least `fewest` that together hold more than
-// `enough` of p.
-Best best_rows(ThreadScratch& scratch, const float* p, std::int64_t length, std::int64_t fewest, std::int64_t most,
-               double enough) {
+// The rows of the highest p in order, as keys, at least as many as are kept: kept_of(n) where n are the fewest that hold
+// more than `enough` of p, kept_of(length) where all do not.
+template <class KeptOf>
+Best best_rows(ThreadScratch& scratch, const float* p, std::int64_t length, double enough, KeptOf kept_of) {
   // A histogram over p's exponent and upper three bits of its fraction says below which p no row is needed.
   constexpr std::uint32_t kBins = 1024, kShift = 20;  // 2.0 and beyond (none, but for NaN): the last bin
   Bin* bins = scratch.bins.get(kBins);
@@ -275,8 +295,10 @@ Best best_rows(ThreadScratch& scratch, const float* p, std::int64_t length, std:
     ++bin.count;
   }
   std::uint32_t last = kBins;
-  std::int64_t count = 0;
-  for (double mass = 0.0; last > 0 && count < most && !(count >= fewest && mass > enough);) {
+  std::int64_t count = 0, wanted = kept_of(length);
+  for (double mass = 0.0;;) {
+    if (mass > enough) wanted = std::min(wanted, kept_of(count));  // least where `enough` is first passed
+    if (last == 0 || count >= wanted) break;
     --last;
     mass += bins[last].mass;
     count += bins[last].count;
@@ -297,23 +319,22 @@ std::int64_t choose(const ChooseRequest& r, const IsaKernels& isa) {
   check(r);
   const AttentionShape& s = r.shape;
   const std::int64_t group = s.num_heads / s.num_kv_heads;
-  const std::int64_t room = *std::max_element(r.most.begin(), r.most.end());
+  const std::int64_t room = widest_of(r);
   ThreadScratch& scratch = thread_scratch();
   float* query_room = scratch.query.get(group * s.head_dim);
   float* factors = scratch.factors.get(group);
-  std::int64_t* slots = scratch.slots.get(s.device_rows + 1);
+  std::int32_t* slots = scratch.slots.get(s.device_rows + 1);
+  const bool by_mass = r.mass < 1.0;  // all of the mass needs all of the tokens, rounding or not
   std::int64_t widest = 0;
 
   for (std::int64_t b = 0; b < s.batch; ++b) {
     const std::int64_t local = list_slots(r.empty, b, s.device_rows, slots);
-    const std::int64_t length = r.lengths[static_cast<std::size_t>(b)];
-    const std::int64_t most = r.most[static_cast<std::size_t>(b)];
-    const bool by_mass = r.mass < 1.0;  // all of the mass needs all of the tokens, rounding or not
-    const std::int64_t fewest = by_mass ? r.floor[static_cast<std::size_t>(b)] : most;
+    const auto sequence = static_cast<std::size_t>(b);
+    const std::int64_t length = r.scored[sequence], most = r.most[sequence];
+    const auto kept_of = [&](std::int64_t n) { return kept(r, sequence, n); };
     const std::int64_t stride = (length + kLine - 1) / kLine * kLine;
     float* local_logits = scratch.local.get(group * local);
     float* exps = scratch.logits.get(group * stride);
-    float* p = scratch.p.get(length);
 
     for (std::int64_t h = 0; h < s.num_kv_heads; ++h) {
       const float* query = gather_query(r.query, s, b, h, query_room);
@@ -329,18 +350,23 @@ std::int64_t choose(const ChooseRequest& r, const IsaKernels& isa) {
         factors[g] = local + length > 0 ? 1.0f / (total * static_cast<float>(group)) : 0.0f;
         local_p += static_cast<double>(local_sum) * factors[g];
       }
-      isa.combine(exps, stride, factors, group, p, length);
-
-      const double needed = r.mass - local_p;
-      const Best best = best_rows(scratch, p, length, fewest, most, needed + 1e-9);
       const std::int64_t i = b * s.num_kv_heads + h;
-      std::int64_t* rows = r.rows + i * room;
-      std::int64_t count = 0;
+      float* p = r.probabilities ? r.probabilities + i * s.host_rows : scratch.p.get(length);
+      isa.combine(exps, stride, factors, group, p, length);
+      if (r.probabilities) std::fill(p + length, p + s.host_rows, 0.0f);
+
+      const double needed = by_mass ? r.mass - local_p : std::numeric_limits<double>::infinity();
+      const Best best = best_rows(scratch, p, length, needed + 1e-9, kept_of);
+      std::int64_t n = 0;
       double held = 0.0;
-      const std::int64_t limit = std::min(best.n, most);
-      for (; count < limit && (count < fewest || held < needed); ++count) {
-        held += p_of(best.keys[count]);
-        rows[count] = static_cast<std::int64_t>(best.keys[count] & 0xffffffffu);
+      for (; n < best.n && held < needed; ++n) held += p_of(best.keys[n]);
+      if (held < needed) n = most;
+      const std::int64_t count = std::min(best.n, kept_of(n));
+      std::int64_t* rows = r.rows + i * room;
+      held = 0.0;
+      for (std::int64_t k = 0; k < count; ++k) {
+        held += p_of(best.keys[k]);
+        rows[k] = static_cast<std::int64_t>(best.keys[k] & 0xffffffffu);
       }
       r.counts[i] = count;
       r.masses[i] = static_cast<float>(held + local_p);
@@ -366,7 +392,8 @@ void attend(const AttendRequest& r, const IsaKernels& isa) {
   const std::int64_t group = s.num_heads / s.num_kv_heads;
   ThreadScratch& scratch = thread_scratch();
   float* query_room = scratch.query.get(group * s.head_dim);
-  std::int64_t* slots = scratch.slots.get(s.device_rows + 1);
+  std::int32_t* slots = scratch.slots.get(s.device_rows + 1);
+  std::int32_t* rows = scratch.rows.get(r.kept);
   const std::int64_t stride = (s.device_rows + r.kept + kLine - 1) / kLine * kLine;
   float* weights = scratch.logits.get(group * stride);
 
@@ -374,8 +401,8 @@ void attend(const AttendRequest& r, const IsaKernels& isa) {
     const std::int64_t local = list_slots(r.empty, b, s.device_rows, slots);
     for (std::int64_t h = 0; h < s.num_kv_heads; ++h) {
       const std::int64_t i = b * s.num_kv_heads + h;
-      const std::int64_t* rows = at(r.rows, i * r.kept);
       const std::int64_t kept = r.kept > 0 ? r.counts[i] : 0;
+      std::copy_n(at(r.rows, i * r.kept), kept, rows);  // narrowed; check() has seen that they fit
       const float* query = gather_query(r.query, s, b, h, query_room);
       score(isa, s, r.keys, b, h, slots, local, query, r.scale, weights, stride);
       if (kept > 0) score(isa, s, r.host_keys, b, h, rows, kept, query, r.scale, weights + local, stride);

@@ -45,23 +45,30 @@ struct AttentionShape {
 };
 
 // p_j = mean over a group's heads of each head's softmax over device rows and host rows (contracts.md, "What is kept").
-// Of sequence b are kept, best first and of equal ones the lower row first: most[b] rows, or, where mass < 1, the
-// fewest that together with the device rows hold `mass` of p, but at least floor[b] and at most most[b].
+// The host rows are those that were scored; which rows of the tier they are is the caller's business. Of sequence b are
+// kept, best first and of equal ones the lower row first, min(scored[b], ceil(number * extra_thousandths / 1000)) rows.
+// The number is most[b], or, where mass < 1, min(max(n, least[b]), most[b]) with n the fewest rows that together with
+// the device rows hold `mass` of p; where all that were scored hold less, most[b].
 struct ChooseRequest {
   AttentionShape shape;
   HeadRows query;
   KvRows keys;
   EmptySlots empty;
-  HeadRows host_logits;  // of sequence b, the first lengths[b]
+  HeadRows host_logits;  // of sequence b, the first scored[b]
   float scale = 1.0f;
-  std::vector<std::int64_t> lengths, floor, most;  // [batch]; floor <= most <= lengths <= host_rows
+  // [batch]. scored <= host_rows; least and most are about the whole tier and may be more than was scored.
+  std::vector<std::int64_t> scored, least, most;
   double mass = 1.0;
-  // Written. rows, padding: room for [batch, num_kv_heads, max(most)]; [batch, num_kv_heads, K], contiguous, is used,
-  // where K is what choose() returns: the largest of the counts. Padding is row 0.
+  std::int64_t extra_thousandths = 1000;  // at least 1000
+  // Written. rows, padding: room for [batch, num_kv_heads, widest], widest being what `most` for all gives;
+  // [batch, num_kv_heads, K], contiguous, is used, where K is what choose() returns: the largest of the counts. Padding
+  // is row 0.
   std::int64_t* rows = nullptr;
   bool* padding = nullptr;
   std::int64_t* counts = nullptr;  // [batch, num_kv_heads]
   float* masses = nullptr;         // [batch, num_kv_heads]: what device rows and kept rows hold
+  // [batch, num_kv_heads, host_rows], contiguous: p of every scored row, 0 beyond. Null: not wanted.
+  float* probabilities = nullptr;
 };
 
 std::int64_t choose(const ChooseRequest& request, const IsaKernels& isa);

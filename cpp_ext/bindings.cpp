@@ -88,7 +88,8 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
                     const std::string& key_type, std::int64_t num_heads, std::int64_t num_kv_heads,
                     std::int64_t head_dim, std::vector<std::int64_t> lengths,
                     std::tuple<std::int64_t, std::int64_t, std::int64_t> key_strides,
-                    std::tuple<std::int64_t, std::int64_t> out_strides, float scale, bool hold) {
+                    std::tuple<std::int64_t, std::int64_t> out_strides, float scale, bool hold, std::uintptr_t rows,
+                    std::int64_t rows_stride) {
   ScanRequest request;
   request.query = reinterpret_cast<const float*>(query);
   request.keys = reinterpret_cast<const void*>(keys);
@@ -101,6 +102,8 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
   std::tie(request.key_batch_stride, request.key_head_stride, request.key_token_stride) = key_strides;
   std::tie(request.out_batch_stride, request.out_head_stride) = out_strides;
   request.scale = scale;
+  request.rows = reinterpret_cast<const std::int32_t*>(rows);
+  request.rows_stride = rows_stride;
   return worker.submit(std::move(request), hold);
 }
 
@@ -136,28 +139,27 @@ hybridgen::AttentionShape shape_of(const ShapeArgument& from) {
 
 std::int64_t choose(const ShapeArgument& shape, const HeadsArgument& query, const KvArgument& keys,
                     const EmptyArgument& empty, const HeadsArgument& host_logits, float scale,
-                    std::vector<std::int64_t> lengths, std::vector<std::int64_t> floor, std::vector<std::int64_t> most,
-                    double mass, std::uintptr_t rows, std::uintptr_t padding, std::uintptr_t counts,
-                    std::uintptr_t masses, const std::string& isa) {
+                    std::vector<std::int64_t> scored, std::vector<std::int64_t> least, std::vector<std::int64_t> most,
+                    double mass, std::int64_t extra_thousandths, std::uintptr_t rows, std::uintptr_t padding,
+                    std::uintptr_t counts, std::uintptr_t masses, std::uintptr_t probabilities,
+                    const std::string& isa) {
   ChooseRequest request;
   request.shape = shape_of(shape);
-  if (static_cast<std::int64_t>(lengths.size()) != request.shape.batch) {
-    throw std::invalid_argument("len(lengths)=" + std::to_string(lengths.size()) + ": must be batch=" +
-                                std::to_string(request.shape.batch));
-  }
   request.query = heads_of(query);
   request.keys = kv_of(keys, "keys");
   request.empty = empty_of(empty);
   request.host_logits = heads_of(host_logits);
   request.scale = scale;
-  request.lengths = std::move(lengths);
-  request.floor = std::move(floor);
+  request.scored = std::move(scored);
+  request.least = std::move(least);
   request.most = std::move(most);
   request.mass = mass;
+  request.extra_thousandths = extra_thousandths;
   request.rows = pointer<std::int64_t>(rows);
   request.padding = pointer<bool>(padding);
   request.counts = pointer<std::int64_t>(counts);
   request.masses = pointer<float>(masses);
+  request.probabilities = pointer<float>(probabilities);
   const auto& kernels = hybridgen::select_isa(isa);
   WithoutGil here;
   return hybridgen::choose(request, kernels);
@@ -218,22 +220,27 @@ PYBIND11_MODULE(_C, m) {
         "else the best. ValueError if it names one that is unknown or cannot run here.");
 
   m.def("choose", &choose, py::arg("shape"), py::arg("query"), py::arg("keys"), py::arg("empty"),
-        py::arg("host_logits"), py::arg("scale"), py::arg("lengths"), py::arg("floor"), py::arg("most"),
-        py::arg("mass"), py::arg("rows"), py::arg("padding"), py::arg("counts"), py::arg("masses"),
-        py::arg("isa") = "", R"(Which host rows are kept; returns K, the most that one KV head keeps. One thread, the GIL released.
+        py::arg("host_logits"), py::arg("scale"), py::arg("scored"), py::arg("least"), py::arg("most"),
+        py::arg("mass"), py::arg("extra_thousandths"), py::arg("rows"), py::arg("padding"), py::arg("counts"),
+        py::arg("masses"), py::arg("probabilities") = 0, py::arg("isa") = "",
+        R"(Which host rows are kept; returns K, the most that one KV head keeps. One thread, the GIL released.
 
-p is the mean over a KV head's query heads of each head's softmax over device rows (scored here) and host rows. Of
-sequence b are kept, best first and of equal ones the lower row first: most[b] rows, or, where mass < 1, the fewest that
-together with the device rows hold `mass` of p, but at least floor[b] and at most most[b].
+p is the mean over a KV head's query heads of each head's softmax over device rows (scored here) and host rows (all that
+were scored). Of sequence b are kept, best first and of equal ones the lower row first,
+min(scored[b], ceil(number * extra_thousandths / 1000)) rows. The number is most[b], or, where mass < 1,
+min(max(n, least[b]), most[b]) with n the fewest rows that together with the device rows hold `mass` of p; where all
+that were scored hold less, most[b].
 
 shape: (batch, num_heads, num_kv_heads, head_dim, device_rows, host_rows).
 query: (address, batch stride, head stride), fp32 [batch, num_heads, head_dim], channel stride 1; strides in elements.
 keys: (address, type, batch, head, row stride), [batch, num_kv_heads, device_rows, head_dim], type as in submit().
 empty: (address, batch stride), bool [batch, device_rows]: slots without a token; what they hold is not read.
-host_logits: (address, batch, head stride), fp32 [batch, num_heads, host_rows]; of sequence b the first lengths[b].
-rows (int64), padding (bool): addresses of room for [batch, num_kv_heads, max(most)]; [batch, num_kv_heads, K],
-    contiguous, is written. Rows beyond a head's count are 0, and padding is true there.
+host_logits: (address, batch, head stride), fp32 [batch, num_heads, host_rows]; of sequence b the first scored[b].
+scored, least, most: one number for each sequence; least and most may be more than was scored.
+rows (int64), padding (bool): addresses of room for [batch, num_kv_heads, the largest K that `most` gives];
+    [batch, num_kv_heads, K], contiguous, is written. Rows beyond a head's count are 0, and padding is true there.
 counts (int64), masses (fp32; what device rows and kept rows hold of p): addresses of [batch, num_kv_heads].
+probabilities: 0, or address of fp32 [batch, num_kv_heads, host_rows], contiguous: p of every scored row, 0 beyond.
 isa: kernel variant, for tests; empty: selected_isa().
 
 ValueError: names the argument, its value and what is allowed.)");
@@ -266,6 +273,7 @@ and close() does nothing. It is closed when it is collected and at interpreter e
       .def("submit", &submit, py::arg("query"), py::arg("keys"), py::arg("out"), py::arg("key_type"),
            py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("lengths"),
            py::arg("key_strides"), py::arg("out_strides"), py::arg("scale"), py::arg("hold") = false,
+           py::arg("rows") = 0, py::arg("rows_stride") = 0,
            R"(Queues a scan and returns its job id; does not block.
 
 query: address of fp32 [batch, num_heads, head_dim], contiguous; read while the job runs.
@@ -276,6 +284,8 @@ head_dim: a multiple of 8. num_heads: a multiple of num_kv_heads.
 lengths: tokens to scan, one for each sequence (their number is the batch size).
 key_strides: (batch, head, token), out_strides: (batch, head), both in elements.
 hold: the job starts when start(), or the function of start_call(), is called for it.
+rows: 0, or address of int32 [batch, num_kv_heads, rows_stride], contiguous; read while the job runs, and not checked.
+    Then lengths[b] counts listed rows, and logits[b, h, j] is that of the key in row rows[b, kv head, j].
 
 Jobs are scanned in the order in which they start. The memory must stay alive and unchanged until wait() has returned.
 ValueError: names the argument, its value and what is allowed. RuntimeError: closed.)")

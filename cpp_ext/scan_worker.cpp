@@ -64,6 +64,7 @@ void check(const ScanRequest& r) {
   pointer("query", r.query, 4, true);
   pointer("keys", r.keys, element_bytes(r.key_type), longest > 0);  // an empty tensor's address is null
   pointer("out", r.out, 4, longest > 0);
+  pointer("rows", r.rows, 4, false);
 
   // The stride of a dimension of size 1 means nothing. Sequences or heads may share keys (stride 0), never logits.
   const bool batched = r.lengths.size() > 1;
@@ -74,6 +75,7 @@ void check(const ScanRequest& r) {
           "at least head_dim=" + std::to_string(r.head_dim));
   require(!batched || r.out_batch_stride >= longest, "out_strides[0] (batch)", r.out_batch_stride, apart);
   require(r.num_heads == 1 || r.out_head_stride >= longest, "out_strides[1] (head)", r.out_head_stride, apart);
+  require(!r.rows || r.rows_stride >= longest, "rows_stride", r.rows_stride, apart);
 }
 
 }  // namespace
@@ -334,9 +336,13 @@ void ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
   block.scale = r.scale;
   block.query = r.query + (b * r.num_heads + head * block.group) * r.head_dim;
   block.out = r.out + b * r.out_batch_stride + head * block.group * r.out_head_stride + token;
-  block.keys = static_cast<const char*>(r.keys) +
-               (b * r.key_batch_stride + head * r.key_head_stride + token * r.key_token_stride) *
-                   element_bytes(r.key_type);
+  std::int64_t first = b * r.key_batch_stride + head * r.key_head_stride;
+  if (r.rows) {
+    block.list = r.rows + (b * r.num_kv_heads + head) * r.rows_stride + token;
+  } else {
+    first += token * r.key_token_stride;
+  }
+  block.keys = static_cast<const char*>(r.keys) + first * element_bytes(r.key_type);
   isa_.scan[static_cast<int>(r.key_type)](block);
 }
 

@@ -28,6 +28,8 @@ namespace hybridgen {
 // Pointers to memory that stays alive and in place until the job has been waited for. Strides in elements.
 //   query  [batch, num_heads, head_dim]           fp32, contiguous; read when the job runs, not when it is submitted
 //   keys   [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1
+//   rows   [batch, num_kv_heads, rows_stride]     contiguous, or null; read when the job runs. With it, only the rows
+//          rows[b, h, :lengths[b]] of the keys are scanned, in this order
 //   out    [batch, num_heads, tokens]             fp32, token stride 1; only out[b, :, :lengths[b]] is written
 struct ScanRequest {
   const float* query = nullptr;
@@ -37,10 +39,12 @@ struct ScanRequest {
   std::int64_t num_heads = 0;
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
-  std::vector<std::int64_t> lengths;  // tokens to scan, for each sequence
+  std::vector<std::int64_t> lengths;  // tokens to scan, for each sequence; with `rows`, of each of its KV heads
   std::int64_t key_batch_stride = 0, key_head_stride = 0, key_token_stride = 0;
   std::int64_t out_batch_stride = 0, out_head_stride = 0;
   float scale = 1.0f;
+  const std::int32_t* rows = nullptr;
+  std::int64_t rows_stride = 0;
 };
 
 class ScanWorker {

@@ -12,7 +12,7 @@ import torch
 from hybridgen.attention.base import attention_logits, joint_attention
 from hybridgen.offload import fetch_kernel
 from hybridgen.offload.host_memory import HostSlab
-from hybridgen.selection.budget import choose, group_probabilities
+from hybridgen.selection.budget import choose, group_probabilities, keep_limits
 from hybridgen.types import KeepRule
 
 HEADS, HOST, DIM, LOCAL, KEEP = 40, 32_128, 128, 644, 0.1
@@ -43,9 +43,10 @@ def main() -> None:
     local = torch.randn(1, HEADS, 1, LOCAL, device=device)
     rule = KeepRule(KEEP, None, 64)
     host_p, local_p = group_probabilities(local, logits, [HOST])
-    selection = choose(rule, host_p, local_p, [HOST])
+    limits = keep_limits(rule, [HOST])
+    selection = choose(limits, host_p, local_p)
     print(f"probabilities  {time_ms(lambda: group_probabilities(local, logits, [HOST])):.3f} ms")
-    print(f"choice         {time_ms(lambda: choose(rule, host_p, local_p, [HOST])):.3f} ms")
+    print(f"choice         {time_ms(lambda: choose(limits, host_p, local_p)):.3f} ms")
 
     kept = selection.rows.shape[2]
     target = [torch.zeros(1, HEADS, kept, DIM, dtype=torch.float16, device=device) for _ in range(2)]
@@ -55,7 +56,7 @@ def main() -> None:
             fetch_kernel.BLOCKS, fetch_kernel.ROWS_A_TURN = blocks, turn
             took = time_ms(
                 lambda: fetch_kernel.fetch_rows(
-                    keys.device_view, values.device_view, selection.rows, selection.counts, *target
+                    [keys.device_view, values.device_view], selection.rows, selection.counts, target
                 )
             )
             print(f"fetch {blocks:4} blocks, {turn:3} rows a turn: {took:.3f} ms, {moved / took / 1e6:.1f} GB/s")

@@ -1,24 +1,32 @@
 """Decode speed on a machine without a GPU: this engine beside transformers' generate, in one run.
 
-    python experiments/decode_vs_transformers.py [--seq 2048] [--gen 32] [--neighbour]
+    python experiments/decode_vs_transformers.py [--seq 2048] [--gen 32] [--rounds 3] [--neighbour]
 
-Same model, same prompt, float32, greedy; the two alternate to cancel drift, medians are reported.
-With --neighbour the engine is timed once more while one other thread keeps a core busy.
+Same model, same prompt, float32, greedy. The two alternate to cancel drift; medians and means are over all steps
+of all rounds, means because a median hides stalls. With --neighbour each round times both once more while another
+process keeps a core busy. Every run loads its model anew: what the engine learns of a neighbour ends with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from hybridgen.engine.llm import LLM  # before torch: OpenMP is to wait passively
 from hybridgen.evaluation.document import hidden_fact_document
+
+# It says that it runs, then burns; it ends with its parent, however that ends.
+NEIGHBOUR = "import os; parent = os.getppid(); print(flush=True)\nwhile os.getppid() == parent: pass"
+BUSY = ", busy neighbour"
 
 
 def transformers_step_ms(directory: Path, prompt: list[int], gen: int) -> list[float]:
@@ -52,14 +60,27 @@ def transformers_step_ms(directory: Path, prompt: list[int], gen: int) -> list[f
     return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
 
 
-def engine_step_ms(llm: LLM, prompt: list[int], gen: int) -> list[float]:
+def engine_step_ms(directory: Path, prompt: list[int], gen: int) -> list[float]:
     """Milliseconds of each decode step of this engine."""
-    return [step.step_ms for step in llm.generate([prompt], gen, ignore_eos=True).steps]
+    with LLM(str(directory), {"runtime.device": "cpu"}) as llm:
+        return [step.step_ms for step in llm.generate([prompt], gen, ignore_eos=True).steps]
 
 
-def _burn() -> None:
-    while True:
-        pass
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """Another process keeps one core busy, from before the body begins until it ends."""
+    process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        if not process.stdout.readline():
+            raise RuntimeError("the neighbour did not start")
+        yield
+        if process.poll() is not None:
+            raise RuntimeError("the neighbour ended early")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def main() -> None:
@@ -71,27 +92,36 @@ def main() -> None:
     parser.add_argument("--neighbour", action="store_true")
     arguments = parser.parse_args()
 
-    results: dict[str, list[float]] = {"hybridgen": [], "transformers": []}
     threads = torch.get_num_threads()
     with LLM("smollm2-135m", {"runtime.device": "cpu"}) as llm:
         prompt = hidden_fact_document(llm.tokenizer, arguments.seq, seed=0).ids
-        assert llm.weights.directory is not None
-        for _ in range(arguments.rounds):
-            results["hybridgen"] += engine_step_ms(llm, prompt, arguments.gen)
-            engine_threads = torch.get_num_threads()
-            torch.set_num_threads(threads)
-            results["transformers"] += transformers_step_ms(llm.weights.directory, prompt, arguments.gen)
-            torch.set_num_threads(engine_threads)
+        directory = llm.weights.directory
+    assert directory is not None
+    results: dict[str, list[float]] = {}
+
+    def measure(condition: str) -> None:
+        for name, step_ms in (("hybridgen", engine_step_ms), ("transformers", transformers_step_ms)):
+            torch.set_num_threads(threads)  # the engine sets its own
+            results.setdefault(name + condition, []).extend(step_ms(directory, prompt, arguments.gen))
+
+    for _ in range(arguments.rounds):
+        measure("")
         if arguments.neighbour:
-            neighbour = multiprocessing.get_context("spawn").Process(target=_burn, daemon=True)
-            neighbour.start()
-            time.sleep(0.5)
-            results["hybridgen, busy neighbour"] = engine_step_ms(llm, prompt, arguments.gen)
-            neighbour.terminate()
-    base = statistics.median(results["hybridgen"])
+            with busy_neighbour():
+                measure(BUSY)
+
     for name, values in results.items():
-        median = statistics.median(values)
-        print(f"{name:<28} {median:7.1f} ms/token median  {median / base:5.2f} x hybridgen's")
+        median, mean = statistics.median(values), statistics.mean(values)
+        print(
+            f"{name:<28} {median:7.1f} ms/token median  {mean:7.1f} mean  {max(values):7.1f} longest of {len(values)}"
+        )
+    pairs = [("transformers", "hybridgen")]
+    if arguments.neighbour:
+        pairs += [("transformers" + BUSY, "hybridgen" + BUSY)]
+        pairs += [(name + BUSY, name) for name in ("hybridgen", "transformers")]
+    for name, base in pairs:
+        medians, means = (of(results[name]) / of(results[base]) for of in (statistics.median, statistics.mean))
+        print(f"{name + ' / ' + base:<56} {medians:5.2f} of medians  {means:5.2f} of means")
 
 
 if __name__ == "__main__":

@@ -75,9 +75,13 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How a step is planned."""
+    """How decode steps are planned: which tokens are scored, how many are kept."""
 
-    mode: Literal["fixed"] = "fixed"
+    mode: str = "fixed"  # fixed, feedback, paper, or replay:FILE (a report); `run` takes feedback if none is given
+    target_ms: float | None = None  # feedback: the step time to aim at
+    most_extra: float = 2.0  # feedback: K may grow to this multiple of what `fixed` would keep; memory is set aside
+    paper_interval: int = 4  # paper: decode steps between two changes; 0: none
+    paper_both_at_once: bool = False  # paper: tighten K and scan together, as the published port does
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class RuntimeConfig:
     worker_threads: int | Literal["auto"] = "auto"
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention; native: C++ on the CPU
+    # Threads that torch computes with on the CPU; auto: all cores that the scan leaves, fewer while others use them.
+    torch_threads: int | Literal["auto"] = "auto"
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
 
 
@@ -140,6 +146,9 @@ class Setting:
     value: Any
     source: str
 
+
+SCHEDULES = ("fixed", "feedback", "paper")
+REPLAY = "replay:"
 
 Settings = dict[str, Setting]  # dotted path -> setting
 
@@ -292,9 +301,17 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
     "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
+    "schedule.mode": (
+        f"{', '.join(SCHEDULES)} or {REPLAY}FILE",
+        lambda v: v in SCHEDULES or (v.startswith(REPLAY) and v != REPLAY),
+    ),
+    "schedule.target_ms": ("a number of milliseconds > 0", lambda v: v > 0),
+    "schedule.most_extra": ("a factor >= 1", lambda v: v >= 1),
+    "schedule.paper_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),
     "runtime.prefill_chunk": ("a number of tokens >= 0 (0: automatic)", lambda v: v >= 0),
     "runtime.micro_batch": ("a number of sequences >= 0 (0: all)", lambda v: v >= 0),
     "runtime.worker_threads": ("'auto' or a number >= 0", lambda v: v == "auto" or v >= 0),
+    "runtime.torch_threads": ("'auto' or a number >= 1", lambda v: v == "auto" or v >= 1),
     "runtime.mass_probe_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),
     "sampling.temperature": ("0 (greedy) or a number >= 0.001", lambda v: v == 0 or v >= 0.001),
     "sampling.stop": ("strings that are not empty", all),

@@ -25,6 +25,7 @@ from hybridgen.engine import build
 from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.generation import generate, timed
+from hybridgen.engine.limits import kernel_ms, limits
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.output import check_output_path
 from hybridgen.engine.report import build_report, write_report
@@ -33,6 +34,7 @@ from hybridgen.engine.trace import TRACED_STEPS, build_trace, write_trace
 from hybridgen.errors import ConfigError
 from hybridgen.evaluation.judge import FullAttentionCheck, judge
 from hybridgen.evaluation.prompts import Prompts, encode_if_local, make_prompts, planned_tokens, read_prompt
+from hybridgen.machine import read_ceilings
 from hybridgen.models.loading import weight_bytes
 from hybridgen.models.tokenizer import IncrementalDecoder, Tokenizer
 from hybridgen.table import format_settings, format_table
@@ -61,7 +63,7 @@ def _run(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     settings = given_settings(arguments)
-    config = build_config(settings)
+    config = _default_schedule(build_config(settings), given="schedule.mode" in settings)
     text = read_prompt(arguments.prompt, arguments.prompt_file)
     report_path, trace_path = arguments.report, arguments.trace
     check_output_path("--report", report_path)
@@ -87,6 +89,8 @@ def _run(argv: list[str]) -> int:
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): the output is meaningless, only speed is measured ***")
         if config.model.weights != "random" and not keep_given:
             config = _random_keep(config)
+        if config.schedule.mode == "feedback":
+            print("random weights: attention mass means nothing, so feedback's floor is K alone")
 
     with LLM.from_parts(config, choice, weights, admission.modes) as llm:
         prompts = make_prompts(llm, text, tokens)
@@ -135,10 +139,15 @@ def _generate(
     if allocations is not None:
         allocations = (_allocations(llm) or 0) - allocations
     text = None if tokenizer is None else [_text(tokenizer, ids, eos) for ids in generation.output_ids]
-    report = build_report(llm, generation, prompts.ids, text, prefill_s, admission.plan, strategy, allocations)
+    report = build_report(llm, batch, generation, prompts.ids, text, prefill_s, admission.plan, strategy, allocations)
+    if generation.ended_by == "length" and generation.steps:  # room for one more token is left
+        last = torch.tensor([ids[-1] for ids in generation.output_ids])
+        report |= limits(report, kernel_ms(llm, batch, last), read_ceilings())
     if text is not None and generation.ended_by != "interrupt":
         report |= judge(llm, prompts, text, None if check is None else check.answer(logits))
     print("\n" + format_table(report))
+    if report["scheduler"]["target_missed"]:
+        print(f"warning: --target-ms {config.schedule.target_ms:g} is not reached: the floor of what is kept wins")
     if report_path is not None:
         write_report(report, report_path)
         print(f"report: {report_path}")
@@ -164,6 +173,13 @@ def _resolved(admission: Admission, choice: ModelChoice, tokens: int) -> Config:
         runtime=replace(config.runtime, device=device),
         run=replace(config.run, seq=tokens),
     )
+
+
+def _default_schedule(config: Config, given: bool) -> Config:
+    """`feedback` where tokens are chosen at all and nothing else was asked for."""
+    if given or config.attention.executor == "full":
+        return config
+    return replace(config, schedule=replace(config.schedule, mode="feedback"))
 
 
 def _wants_check(config: Config, tokens: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from hybridgen.config import Config
 from hybridgen.placement.plan import format_bytes
 
-_STAGES = ("predict", "qkv", "scan", "scan_wait", "choose", "fetch", "attention", "mlp")
+_STAGES = ("predict", "qkv", "scan", "scan_wait", "choose", "fetch", "link_wait", "attention", "mlp")
 
 
 def format_settings(config: Config) -> str:
@@ -52,17 +52,45 @@ def format_table(report: dict[str, Any]) -> str:
                 f"and {format_bytes(int(moved['d2h']))} from the device",
             )
         )
+        rows += _limit_rows(report)
         rows.append(("budget", f"{report['budget']:.3f} of the context attended"))
     if mass["mean"] is not None:
         true = "" if mass["true_probe"] is None else f", by the true query {mass['true_probe']:.4f} (probes)"
         rows.append(("covered mass", f"mean {mass['mean']:.4f}, least {mass['min']:.4f} ({mass['kind']}){true}"))
     if report["kept_fraction"] is not None:
         rows.append(("kept", f"{report['kept_fraction']:.3f} of the host tier"))
+    rows += _schedule_rows(report["scheduler"])
     if report["peak_gpu_bytes"] is not None:
         rows.append(("peak device memory", format_bytes(report["peak_gpu_bytes"])))
     rows.append(("peak host memory", format_bytes(report["peak_host_bytes"])))
     rows += _answer_rows(report.get("answer"))
     return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+
+def _limit_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """How near the step is to what the machine allows, and what the GPU stood for."""
+    rows = []
+    limit, idle, median = report["limit_ms"], report["gpu_idle_fraction"], report["decode_ms_per_token"]["median"]
+    if limit is not None and limit["limit"]:
+        terms = ", ".join(f"{name} {ms:.1f}" for name, ms in limit.items() if name != "limit" and ms is not None)
+        rows.append(("limit", f"{limit['limit']:.1f} ms ({terms}): the step takes {median / limit['limit']:.2f} x it"))
+    if idle is not None:
+        causes = ", ".join(f"{name} {share:.2f}" for name, share in idle.items() if name != "total")
+        rows.append(("GPU idle", f"{idle['total']:.2f} of the step ({causes})"))
+    return rows
+
+
+def _schedule_rows(scheduler: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the last step was planned, where plans may change."""
+    if scheduler["mode"] in (None, "fixed") or not scheduler["steps"]:
+        return []
+    last = [layer for layer in scheduler["steps"][-1]["layers"] if layer["mode"] != "resident"]
+    if not last:
+        return []
+    common = max(last, key=lambda layer: int(layer["count"]))
+    scan = "all host tokens" if common["full_scan"] else f"{common['scan_tokens']} candidates"
+    kept = "" if common["extra"] == 1.0 else f", K x {common['extra']:g}"
+    return [("schedule", f"{scheduler['mode']}; at the end {scan} scored{kept}")]
 
 
 def _answer_rows(answer: dict[str, Any] | None) -> list[tuple[str, str]]:

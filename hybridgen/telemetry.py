@@ -60,11 +60,12 @@ class TracedSpan(NamedTuple):
 
 @dataclass
 class StepTimings:
-    """One finished step: milliseconds per stage and layer, bytes per direction, and the whole step."""
+    """One finished step: milliseconds per stage and layer, bytes per direction and stage, and the whole step."""
 
     step_ms: float
     stage_ms: dict[str, dict[int, float]]
     bytes_moved: dict[str, int]
+    stage_bytes: dict[str, int] = field(default_factory=dict)  # moved within the stage's spans
     start_s: float = 0.0  # perf_counter
     spans: tuple[TracedSpan, ...] = ()  # of a traced step only
 
@@ -140,6 +141,7 @@ class Telemetry:
             step_ms,
             {stage: dict(layers) for stage, layers in stage_ms.items()},
             dict(self.bytes_moved),
+            self._stage_bytes(),
             self._step_start,
         )
         if self._origin is not None:
@@ -147,6 +149,12 @@ class Telemetry:
             self.trace_steps -= 1
             self._origin = None
         return step
+
+    def _stage_bytes(self) -> dict[str, int]:
+        moved: dict[str, int] = defaultdict(int)
+        for span in self._spans:
+            moved[span.stage] += span.bytes
+        return dict(moved)
 
     def _traced(self, origin: Any, origin_s: float) -> list[TracedSpan]:
         """All spans of the step, in the order of their starts."""

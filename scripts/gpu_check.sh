@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a box with an NVIDIA GPU and no network: builds in place, runs the GPU tests (a skip is a failure),
-# then OPT-13B at 32k on random weights with and without lookahead. Reports, and the trace of the run with lookahead,
-# go to $OUT, or to build/gpu_check.
+# On a box with an NVIDIA GPU and no network: builds in place, runs the GPU tests (a skip is a failure), measures the
+# machine's ceilings, then OPT-13B at 32k on random weights with and without lookahead, and with the feedback schedule.
+# Reports, and the trace of the run with lookahead, go to $OUT, or to build/gpu_check.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,14 +18,19 @@ if grep -qE '[0-9]+ skipped' "$OUT/tests.log"; then
     echo "gpu_check: tests were skipped, which counts as a failure here" >&2
     status=1
 fi
+export HYBRIDGEN_MACHINE_FILE="$OUT/machine.json"
+"$PYTHON" experiments/measure_ceilings.py || status=1
 trace="$OUT/opt-13b-32k-select.trace.json"
-rm -f "$trace" "$trace.gz" "$OUT"/opt-13b-32k-{select,off}.json # nothing of an earlier check is read as this one's
-for lookahead in select off; do
-    more=()
-    if [ "$lookahead" = select ]; then more=(--trace "$trace"); fi
-    "$PYTHON" -m hybridgen.run --model opt-13b --seq 32k --gen 16 --weights random --lookahead "$lookahead" \
-        --report "$OUT/opt-13b-32k-$lookahead.json" ${more[@]+"${more[@]}"} || status=1
-done
+rm -f "$trace" "$trace.gz" "$OUT"/opt-13b-32k-{select,off,feedback}.json # nothing of an earlier check is read as this one's
+run_opt() { # name, more flags
+    local name="$1"
+    shift
+    "$PYTHON" -m hybridgen.run --model opt-13b --seq 32k --weights random \
+        --report "$OUT/opt-13b-32k-$name.json" "$@" || status=1
+}
+run_opt select --gen 16 --schedule fixed --trace "$trace"
+run_opt off --gen 16 --schedule fixed --lookahead off
+run_opt feedback --gen 48 --schedule feedback
 if [ -f "$trace" ] && [ "$(stat -c %s "$trace")" -gt $((8 * 1024 * 1024)) ]; then
     gzip -f "$trace"
     trace="$trace.gz"
@@ -35,14 +40,18 @@ echo
 
 echo
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
-"$PYTHON" - "$OUT"/opt-13b-32k-{select,off}.json <<'EOT' || status=1
+"$PYTHON" - "$OUT"/opt-13b-32k-{select,off,feedback}.json <<'EOT' || status=1
 import json, sys
 
-median = [json.load(open(path))["decode_ms_per_token"]["median"] for path in sys.argv[1:]]
+reports = [json.load(open(path)) for path in sys.argv[1:]]
+median = [report["decode_ms_per_token"]["median"] for report in reports]
 print("OPT-13B, 32k, --keep 0.1, median of the decode steps")
-print(f"{'--lookahead':<16} {'ms/token':>10}")
-for name, value in zip(("select", "off"), median):
-    print(f"{name:<16} {value:>10.2f}")
-print(f"{'off / select':<16} {median[1] / median[0]:>10.2f}")
+print(f"{'run':<28} {'ms/token':>10} {'limit':>8} {'GPU idle':>9}")
+names = ("--lookahead select", "--lookahead off", "--schedule feedback, 48")
+for name, value, report in zip(names, median, reports):
+    limit, idle = report["limit_ms"], report["gpu_idle_fraction"]
+    limit, idle = (f"{limit['limit']:.1f}" if limit else "-"), (f"{idle['total']:.2f}" if idle else "-")
+    print(f"{name:<28} {value:>10.2f} {limit:>8} {idle:>9}")
+print(f"{'off / select':<28} {median[1] / median[0]:>10.2f}")
 EOT
 exit $status

@@ -85,8 +85,11 @@ void strip(const ScanBlock& block, const float* query, std::int64_t first, float
     const Element* next[Listed ? R : 1];
     for (int r = 0; r < R; ++r) {
       const std::int64_t at = first + j + (r < n ? r : n - 1);
-      row[r] = keys + (Listed ? block.list[at] : at) * block.key_stride;
-      if constexpr (Listed) next[r] = keys + block.list[at + ahead] * block.key_stride;
+      row[r] = keys + (Listed ? std::int64_t{block.list[at]} : at) * block.key_stride;
+      if constexpr (Listed) {
+        const std::int64_t later = at + ahead < block.rows ? at + ahead : block.rows - 1;
+        next[r] = keys + block.list[later] * block.key_stride;
+      }
     }
 
     __m512 acc[kLanes];
@@ -142,6 +145,18 @@ inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
   return kAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
 }
 
+// The first `rows` rows of a list: those that no strip prefetches. They are a large part of a small block, and nothing
+// but the list says where they are.
+template <class Key>
+void fetch_first(const ScanBlock& block, std::int64_t rows) {
+  constexpr std::int64_t kLine = 64 / sizeof(typename Key::Element);
+  const auto* keys = static_cast<const typename Key::Element*>(block.keys);
+  for (std::int64_t j = 0; j < rows && j < block.rows; ++j) {
+    const auto* row = keys + block.list[j] * block.key_stride;
+    for (std::int64_t c = 0; c < block.head_dim; c += kLine) _mm_prefetch(row + c, _MM_HINT_T0);
+  }
+}
+
 template <class Key, bool Listed>
 void scan_rows(const ScanBlock& block) {
   using Strip = void (*)(const ScanBlock&, const float*, std::int64_t, float*, std::int64_t, std::int64_t);
@@ -151,11 +166,12 @@ void scan_rows(const ScanBlock& block) {
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
   const std::int64_t heads = heads_of_pass(block.group);
   const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
+  if constexpr (Listed) fetch_first<Key>(block, rows_ahead);
 
   for (std::int64_t j = 0; j < block.rows; j += kLanes) {
     const std::int64_t rows = block.rows - j < kLanes ? block.rows - j : kLanes;
-    // Prefetches, too, stay within the block: what follows is another thread's or nobody's.
-    const bool more = j + kLanes + rows_ahead <= block.rows;
+    // Prefetches, too, stay within the block (a list's do anyway): what follows is another thread's or nobody's.
+    const bool more = Listed || j + kLanes + rows_ahead <= block.rows;
     const std::int64_t ahead = more ? rows_ahead : 0;
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kLanes = 8;     // independent partial sums of a dot product; head_dim is a multiple of it
 constexpr int kMaxHeads = 8;  // query heads that share one conversion of a key
+constexpr std::int64_t kAhead = 24;  // rows from a listed one to the one that is prefetched meanwhile
 
 float float_of(std::uint32_t bits) {
   float value;
@@ -49,7 +50,12 @@ template <class Key>
 void scan(const ScanBlock& block) {
   const auto* keys = static_cast<const typename Key::Element*>(block.keys);
   for (std::int64_t j = 0; j < block.rows; ++j) {
-    const auto* row = keys + (block.list ? block.list[j] : j) * block.key_stride;
+    const auto* row = keys + (block.list ? std::int64_t{block.list[j]} : j) * block.key_stride;
+    if (block.list && j + kAhead < block.rows) {  // the hardware foresees rows in order only
+      const auto* later = keys + block.list[j + kAhead] * block.key_stride;
+      constexpr std::int64_t kLine = 64 / sizeof(typename Key::Element);
+      for (std::int64_t c = 0; c < block.head_dim; c += kLine) __builtin_prefetch(later + c);
+    }
     for (std::int64_t first = 0; first < block.group; first += kMaxHeads) {
       const std::int64_t rest = block.group - first;
       const int heads = rest < kMaxHeads ? static_cast<int>(rest) : kMaxHeads;

@@ -14,8 +14,9 @@ enum class KeyType : int { Float32 = 0, Float16 = 1, BFloat16 = 2 };
 constexpr int kKeyTypes = 3;
 
 // out[g * out_stride + j] = scale * sum_c query[g * head_dim + c] * keys[j * key_stride + c]
-// for g < group, j < rows, c < head_dim; with a list, row list[j] of the keys instead of row j. Strides in elements.
-// Sums are fp32. Nothing outside these elements is read or written, and no pointer is aligned to more than its element.
+// for g < group, j < rows, c < head_dim; with a list, row list[j] of the keys instead of row j: in any order, repeated
+// or not. Strides in elements. Sums are fp32. Nothing outside these elements is read or written, and no pointer is
+// aligned to more than its element.
 struct ScanBlock {
   const float* query;
   const void* keys;
@@ -26,7 +27,7 @@ struct ScanBlock {
   std::int64_t group;     // query heads of this KV head, >= 1
   std::int64_t head_dim;  // a positive multiple of 8
   float scale;
-  const std::int64_t* list = nullptr;
+  const std::int32_t* list = nullptr;  // [rows]: a tier has fewer than 2^31
 };
 
 using ScanFn = void (*)(const ScanBlock&);
@@ -36,7 +37,7 @@ using ScanFn = void (*)(const ScanBlock&);
 struct WeighBlock {
   const float* weights;
   const void* values;
-  const std::int64_t* list;
+  const std::int32_t* list;
   float* out;
   std::int64_t rows;
   std::int64_t value_stride;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,12 @@ class LayerAttention(ABC):
     host_lengths: list[int] | None = None
     #: What was chosen in the running step, for layers that choose.
     selection: TokenSelection | None = None
+    #: Host rows of each sequence that were scored in the running step (of each KV head).
+    scored: Sequence[int] = ()
     #: float32 [B, Hkv]: the true mass covered, where the plan asked for a probe.
     probed_mass: Tensor | None = None
+    #: float32 [B, Hkv] each: what the plan's `trial_tokens` would have covered, where it was fully scanned.
+    trial_masses: Sequence[Tensor] = ()
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         """Start scoring the host's keys by query [B, Hq, d]; only called where `predicts`."""

@@ -4,10 +4,12 @@ The CPU scores the host's keys while the device is elsewhere; the device chooses
 the chosen rows, and runs one softmax of the true query over sinks, window, new token and fetched rows.
 With lookahead the choosing query is the one predicted from the previous layer's input: the scan is over,
 or nearly so, when the layer begins, and the next layer's scan runs beside choice, fetch and attention.
-Without, the layer waits for its own scan.
+Without, the layer waits for its own scan. Where the plan says `pre_qkt`, candidates alone are scored.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,14 +24,26 @@ from hybridgen.attention.base import (
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
+from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
-from hybridgen.selection.budget import choose, group_probabilities, mask_beyond, nothing_to_choose
-from hybridgen.types import KeepRule, LayerPlan, TokenSelection
+from hybridgen.selection.budget import (
+    KeepLimits,
+    choose,
+    group_probabilities,
+    keep_all,
+    keep_limits,
+    mask_beyond,
+    nothing_to_choose,
+)
+from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_sizes, trial_mass
+from hybridgen.types import LayerPlan, TokenSelection
 
 
 class HybridAttention(LayerAttention):
     """State of one layer between `submit`, `choose` and `attend`; choice and attention in torch."""
+
+    weighs_by_scores = False  # `logits`: what is kept has to be scored
 
     def __init__(
         self,
@@ -40,52 +54,81 @@ class HybridAttention(LayerAttention):
         transfer: TransferEngine,
         predicts: bool,
         staging: Staging | None,
+        candidates: Candidates | None = None,
+        listed_rows: HostBuffer | None = None,
     ) -> None:
-        """staging: where fetched rows go; None for an executor that reads them in place."""
+        """staging: where fetched rows go; None for an executor that reads them in place.
+
+        candidates, listed_rows (int32, a row number for each host row of each KV head): None where no plan will ask
+        for `pre_qkt`.
+        """
         self.predicts = predicts
         self.host_lengths: list[int] = [0] * len(kv.lengths)
+        self.scored = list(self.host_lengths)
         self._kv, self._staging = kv, staging
+        self._candidates, self._listed_rows = candidates, listed_rows
         self._layer, self._spec = layer, spec
         self._worker, self._transfer = worker, transfer
         self._telemetry = transfer.telemetry
-        self._rule: KeepRule | None = None
+        self._plan: LayerPlan | None = None
+        self._limits: KeepLimits | None = None  # of a choice that is to be made
+        self._listed = False  # whether only candidates are scored
         self._query: Tensor | None = None
         self._scan: ScanTicket | None = None
         self._fetch: FetchTicket | None = None
-        self._submitted = self._chosen = Ticket()
+        self._submitted = self._chosen = self._listed_copy = Ticket()
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
-        self._rule = plan.keep
-        self.selection = self._fetch = self.probed_mass = None
+        assert plan.keep is not None
+        self._plan, self._query = plan, query
+        self.selection = self._fetch = self._scan = self.probed_mass = None
+        self.trial_masses = []
         self.host_lengths = self._kv.admit()
+        self.scored = [0] * len(self.host_lengths)
         if max(self.host_lengths) == 0:
             self.selection = nothing_to_choose(query.shape[0], self._spec.num_kv_heads, query.device)
             return
-        self._query = query
-        self._scan = self._scan_host(query)
+        sizes = candidate_sizes(plan, self.host_lengths)
+        self._listed = sizes is not None
+        self._limits = keep_limits(plan.keep, self.host_lengths, sizes, plan.extra)
+        if sizes is None:
+            self.scored = self.host_lengths
+            self._scan = self._scan_host(query)
+        else:
+            rows = self._name_candidates(sizes)
+            if self.weighs_by_scores or not all_are_kept(self._limits):
+                self.scored = sizes
+                scale = self._spec.scale
+                self._scan = self._worker.submit(
+                    query, self._kv.host_keys, sizes, scale, self._layer, rows, self._listed_copy
+                )
         self._submitted = self._transfer.mark()
 
     def choose(self) -> None:
-        if self._scan is None:
+        if self._limits is None:
             return
-        assert self._query is not None and self._rule is not None
-        logits = self._scan.logits()
+        assert self._query is not None
+        logits = None if self._scan is None else self._scan.logits()
         with self._transfer.beside(self._submitted):
             self._transfer.hand_over(self._query)
             with self._telemetry.span("choose", self._layer, row="beside"):
-                self.selection = self._select(self._query, logits, self._rule)
+                self.selection = self._selected(self._query, logits, self._limits)
                 self._chosen = self._transfer.mark()
-                self._scan.release(self._chosen)
+                if self._scan is not None:
+                    self._scan.release(self._chosen)
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
-        self._scan = self._query = None
+        self._scan = self._query = self._limits = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         if not self.predicts:
             self.submit(query, plan)
             self.choose()
         assert self.selection is not None
-        self._chosen.wait()  # the choice reads the window, and the new token is not in it
+        with self._telemetry.span("link_wait", self._layer):
+            self._chosen.wait()  # the choice reads the window, and the new token is not in it
+            if self._fetch is not None:
+                self._fetch.wait()
         self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
             context, log_sum = self._attend(query, self.selection, want_log_sum=plan.probe_mass)
@@ -103,13 +146,37 @@ class HybridAttention(LayerAttention):
         self._kv.store(sequence, keys, values)
         return self._kv.pending()
 
-    # What `attention/native.py` does in its own way
+    def _selected(self, query: Tensor, logits: Tensor | None, limits: KeepLimits) -> TokenSelection:
+        """The choice in rows of the host tier, from logits [B, Hq, n] of the scored ones (None: all are kept)."""
+        candidates = self._candidates
+        if logits is None:
+            assert candidates is not None
+            return keep_all(candidates.rows.to(torch.int64), limits.scored, self.host_lengths)
+        chosen, p = self._select(query, logits, limits, want_p=candidates is not None)
+        if candidates is not None:
+            assert self._plan is not None and p is not None
+            if not self._listed:
+                self.trial_masses = [
+                    trial_mass(candidates, p, chosen, size, self.host_lengths) for size in self._plan.trial_tokens
+                ]
+            candidates.learn(p, self._listed, limits.scored)
+            if self._listed:
+                rows = candidates.rows.gather(-1, chosen.rows).to(torch.int64)
+                chosen = replace(chosen, rows=rows.masked_fill_(chosen.padding.squeeze(2), 0))
+        return replace(chosen, host_lengths=self.host_lengths)
 
-    def _select(self, query: Tensor, host_logits: Tensor, rule: KeepRule) -> TokenSelection:
-        """Choose from host_logits [B, Hq, N] and, by the same query [B, Hq, d], sinks and window."""
+    # What `attention/native.py` and the GPU's kernels do in their own way
+
+    def _select(
+        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+    ) -> tuple[TokenSelection, Tensor | None]:
+        """Choose from host_logits [B, Hq, n] and, by the same query [B, Hq, d], sinks and window.
+
+        Rows are places among the n; p, where wanted, is float32 [B, Hkv, n].
+        """
         host = group_by_kv_head(host_logits, self._spec.num_kv_heads)
-        host_p, local_p = group_probabilities(self._local_scores(query), host, self.host_lengths)
-        return choose(rule, host_p, local_p, self.host_lengths)
+        host_p, local_p = group_probabilities(self._local_scores(query), host, limits.scored)
+        return choose(limits, host_p, local_p), host_p
 
     def _bring(self, chosen: TokenSelection) -> None:
         """Have K and V of the chosen rows on the device when `_attend` wants them."""
@@ -122,7 +189,7 @@ class HybridAttention(LayerAttention):
         """Context of query [B, Hq, d] over sinks, window, new token and chosen rows, and its log-sum-exp [B, Hq]."""
         logits, values = [self._local_scores(query)], [self._kv.values]
         if self._fetch is not None:
-            keys, fetched_values = self._fetch.rows()
+            keys, fetched_values = self._fetch.targets
             self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
             grouped = group_by_kv_head(query, self._spec.num_kv_heads)
             logits.append(attention_logits(grouped, keys, chosen.padding, self._spec.scale))
@@ -139,6 +206,19 @@ class HybridAttention(LayerAttention):
 
     def _scan_host(self, query: Tensor) -> ScanTicket:
         return self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
+
+    def _name_candidates(self, sizes: list[int]) -> HostBuffer:
+        """The list where the scan reads it: int32 [B, Hkv, longest size]; on its way there if it is new."""
+        assert self._candidates is not None and self._listed_rows is not None
+        self._listed_copy.wait()  # of the list before
+        self._listed_copy = Ticket()
+        is_new = self._candidates.name(sizes, self.host_lengths)
+        shape = self._candidates.rows.shape
+        host, seen = self._listed_rows.tensor.view(-1), self._listed_rows.device_view.view(-1)
+        rows = HostBuffer(host[: shape.numel()].view(shape), seen[: shape.numel()].view(shape))
+        if is_new:
+            self._listed_copy = self._transfer.copy(rows.device_view, self._candidates.rows, "d2h")
+        return rows
 
     def _probe(self, query: Tensor, attended: Tensor) -> None:
         """Compare what was attended, log-sum-exp [B, Hq], with all there is, by the true query."""

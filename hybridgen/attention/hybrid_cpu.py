@@ -5,19 +5,25 @@ The chosen rows are read where they lie, so nothing is fetched; they are counted
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.native import attend_rows, choose_rows
-from hybridgen.types import KeepRule, TokenSelection
+from hybridgen.selection.budget import KeepLimits
+from hybridgen.types import TokenSelection
 
 
 class CpuHybridAttention(HybridAttention):
     """`HybridAttention` with the kernels of `hybridgen._C`."""
 
-    def _select(self, query: Tensor, host_logits: Tensor, rule: KeepRule) -> TokenSelection:
-        kv = self._kv
-        return choose_rows(query, kv.keys, kv.empty, host_logits, self.host_lengths, rule, self._spec.scale)
+    def _select(
+        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+    ) -> tuple[TokenSelection, Tensor | None]:
+        kv, p = self._kv, None
+        if want_p:
+            p = torch.empty(query.shape[0], self._spec.num_kv_heads, host_logits.shape[2])
+        return choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale, p), p
 
     def _bring(self, chosen: TokenSelection) -> None:
         keys = self._kv.host_keys.tensor

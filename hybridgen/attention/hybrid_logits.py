@@ -1,7 +1,7 @@
 """`--lookahead logits`: the paper's scheme as written (HybridGen section 4; contracts.md).
 
 The CPU's logits of the predicted query enter one softmax with the device's exact ones, so only V of the
-chosen rows crosses the link. Chosen rows are those of `select`. The rows that are dropped keep their share
+chosen rows crosses the link. Chosen rows are those of `select`. The scored rows that are dropped keep their share
 of the denominator, or (an ablation) the softmax is renormalised over what is attended.
 """
 
@@ -12,20 +12,23 @@ from torch import Tensor
 
 from hybridgen.attention.base import group_by_kv_head, joint_attention
 from hybridgen.attention.hybrid import HybridAttention
-from hybridgen.selection.budget import mask_beyond
-from hybridgen.types import KeepRule, TokenSelection
+from hybridgen.selection.budget import KeepLimits, mask_beyond
+from hybridgen.types import TokenSelection
 
 
 class LogitsHybridAttention(HybridAttention):
     """`HybridAttention` that weighs host tokens by the predicted query."""
 
+    weighs_by_scores = True
     renormalise = False
     _host_logits: Tensor  # float32 [B, Hkv, G, K], of the chosen rows by the predicted query
     _dropped_log_sum: Tensor | None = None  # float32 [B, Hkv, G], log-sum-exp of the other host rows
 
-    def _select(self, query: Tensor, host_logits: Tensor, rule: KeepRule) -> TokenSelection:
-        chosen = super()._select(query, host_logits, rule)
-        host = mask_beyond(group_by_kv_head(host_logits, self._spec.num_kv_heads), self.host_lengths)
+    def _select(
+        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+    ) -> tuple[TokenSelection, Tensor | None]:
+        chosen, p = super()._select(query, host_logits, limits, want_p)
+        host = mask_beyond(group_by_kv_head(host_logits, self._spec.num_kv_heads), limits.scored)
         rows = chosen.rows.unsqueeze(2).expand(-1, -1, host.shape[2], -1)
         self._host_logits = host.gather(-1, rows).masked_fill_(chosen.padding, -torch.inf)
         self._dropped_log_sum = None
@@ -34,7 +37,7 @@ class LogitsHybridAttention(HybridAttention):
             times_kept = torch.zeros(host.shape, dtype=torch.int32, device=host.device)
             times_kept.scatter_add_(-1, rows, (~chosen.padding).expand(rows.shape).to(torch.int32))
             self._dropped_log_sum = torch.logsumexp(host.masked_fill(times_kept > 0, -torch.inf), dim=-1)
-        return chosen
+        return chosen, p
 
     def _bring(self, chosen: TokenSelection) -> None:
         assert self._staging is not None
@@ -45,7 +48,7 @@ class LogitsHybridAttention(HybridAttention):
         logits, values = [self._local_scores(query)], [self._kv.values]
         if self._fetch is None:
             return joint_attention(logits, values), None
-        values += self._fetch.rows()
+        values += self._fetch.targets
         self._transfer.hand_over(chosen.counts, chosen.mass, self._host_logits)
         logits.append(self._host_logits)
         context = joint_attention(logits, values)

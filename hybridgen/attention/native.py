@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridgen import _C
-from hybridgen.selection.budget import most_kept
-from hybridgen.types import KeepRule, TokenSelection
+from hybridgen.selection.budget import KeepLimits
+from hybridgen.types import TokenSelection
 
 _KEY_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _NOWHERE = (0, "float32", 0, 0, 0)  # keys or values that are not there
@@ -25,16 +25,19 @@ def choose_rows(
     keys: Tensor,
     empty: Tensor,
     host_logits: Tensor,
-    lengths: list[int],
-    rule: KeepRule,
+    limits: KeepLimits,
     scale: float,
+    probabilities: Tensor | None = None,
     isa: str = "",
 ) -> TokenSelection:
     """`group_probabilities` and `choose` of selection/budget.py, with the local logits computed here.
 
     query: [B, Hq, d]; keys: [B, Hkv, R, d] on the device, channels contiguous; empty: bool [B, 1, 1, R], true where a
-    slot holds no token (its key is not read). host_logits: float32 [B, Hq, N], of sequence b the first lengths[b]
-    are read. isa: kernel variant, for tests.
+    slot holds no token (its key is not read). host_logits: float32 [B, Hq, N] of the scored rows, of sequence b the
+    first limits.scored[b] are read. probabilities: float32 [B, Hkv, N], contiguous, gets p of every scored row, 0
+    beyond. isa: kernel variant, for tests.
+
+    The selection's rows are places among the N, its host_lengths limits.scored. ValueError: what does not fit.
     """
     batch, heads, dim = query.shape
     kv_heads, device_rows = keys.shape[1], keys.shape[2]
@@ -46,10 +49,17 @@ def choose_rows(
     batch_stride, head_stride, token_stride = host_logits.stride()
     if token_stride != 1 and longest > 1:
         raise ValueError(f"host_logits: strides {host_logits.stride()}, tokens must be contiguous")
+    if probabilities is not None and (
+        probabilities.shape != (batch, kv_heads, longest)
+        or probabilities.dtype is not torch.float32
+        or not (probabilities.is_cpu and probabilities.is_contiguous())
+    ):
+        raise ValueError(
+            f"probabilities: {probabilities.dtype} {tuple(probabilities.shape)} on {probabilities.device}, must be "
+            f"float32 {(batch, kv_heads, longest)} on the CPU, contiguous"
+        )
 
-    most = [most_kept(rule, length) for length in lengths]
-    floor = [min(length, rule.min_keep) for length in lengths]
-    room = max(most, default=0)
+    room = max(limits.widest, 0)  # _C.choose names what is out of range
     query = _prepared(query)
     rows = torch.empty(batch, kv_heads, room, dtype=torch.int64)
     padding = torch.empty(batch, kv_heads, 1, room, dtype=torch.bool)
@@ -62,21 +72,23 @@ def choose_rows(
         _slots(empty, batch, device_rows),
         (host_logits.data_ptr(), batch_stride, head_stride),
         scale,
-        lengths,
-        floor,
-        most,
-        1.0 if rule.mass is None else rule.mass,
+        limits.scored,
+        limits.least,
+        limits.most,
+        1.0 if limits.mass is None else limits.mass,
+        limits.extra_thousandths,
         rows.data_ptr(),
         padding.data_ptr(),
         counts.data_ptr(),
         mass.data_ptr(),
+        0 if probabilities is None else probabilities.data_ptr(),
         isa,
     )
     if width < room:
         step = kv_heads * width  # of the memory, the first batch * step elements are used
         rows = rows.as_strided((batch, kv_heads, width), (step, width, 1))
         padding = padding.as_strided((batch, kv_heads, 1, width), (step, width, width, 1))
-    return TokenSelection(rows, counts, padding, lengths, mass)
+    return TokenSelection(rows, counts, padding, limits.scored, mass)
 
 
 def attend_rows(

@@ -49,6 +49,11 @@ def admit(
         notes.append("there is no GPU: --gpu-memory has no effect")
     modes = build.resolve_modes(choice, config, batch, capacity)
     plan = build.plan_memory(choice, config, modes, batch, capacity)
+    if config.schedule.mode == "feedback" and config.schedule.most_extra > 1 and not plan.fits(*limits):
+        config = replace(config, schedule=replace(config.schedule, most_extra=1.0))
+        modes = build.resolve_modes(choice, config, batch, capacity)
+        plan = build.plan_memory(choice, config, modes, batch, capacity)
+        notes.append("no memory for more fetched rows than --schedule fixed has: feedback leaves K at its floor")
     if not plan.fits(*limits):
         raise InsufficientMemoryError(
             f"{choice.spec.name} with {batch} x {capacity} tokens in {_name(choice.dtype)} does not fit\n"

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hybridgen.attention.base import DecodePlace, LayerAttention
+from hybridgen.engine.schedule import Schedule
 from hybridgen.kv_cache.layout import WindowLayout
+from hybridgen.types import StepPlan
 
 MakeLayers = Callable[[int, int], list[LayerAttention]]
 """(sequences, capacity in tokens) -> the attention of every layer; `engine.build` knows how."""
@@ -65,6 +67,7 @@ class Batch:
         layout: WindowLayout,
         make_layers: MakeLayers,
         device: torch.device,
+        schedule: Schedule,
     ) -> None:
         """capacities: tokens that each sequence may reach; micro_batch: sequences of one, 0 for all."""
         if not capacities or min(capacities) < 1:
@@ -72,7 +75,8 @@ class Batch:
         size = micro_batch or len(capacities)
         self.capacities = list(capacities)
         self.sinks = layout.sinks
-        self.steps = 0  # decode steps so far
+        self.schedule = schedule
+        self.plans: list[StepPlan] = []  # of the decode steps so far
         self.micro_batches: list[MicroBatch] = []
         for start in range(0, len(capacities), size):
             members = range(start, min(start + size, len(capacities)))
@@ -84,6 +88,11 @@ class Batch:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return [length for micro_batch in self.micro_batches for length in micro_batch.lengths]
+
+    def next_plan(self) -> StepPlan:
+        """Plan one more decode step; its plan is remembered."""
+        self.plans.append(self.schedule.plan(len(self.plans)))
+        return self.plans[-1]
 
     def remember_changes(self, layers: int, hidden_size: int, dtype: torch.dtype) -> None:
         """Make room for what the predictor `delta` needs of the previous token."""

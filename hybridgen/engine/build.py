@@ -15,6 +15,7 @@ import torch
 
 from hybridgen.config import Config
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
+from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
 from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
 from hybridgen.models import family_of, spec_of
@@ -27,8 +28,7 @@ from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.offload.weights import HostWeights, host_weights, weight_footprint
 from hybridgen.placement.plan import GIB, MemoryPlan
 from hybridgen.placement.weight_split import possible_shares
-from hybridgen.selection.budget import most_kept
-from hybridgen.types import DTYPES, ExactMode, KeepRule
+from hybridgen.types import DTYPES, ExactMode
 
 CUDA_RESERVE_BYTES = GIB * 6 // 10  # context, loaded kernels, library workspaces
 ROPE_SLACK_TOKENS = 1024  # rotary models are let run this far beyond their positions, with a warning
@@ -147,11 +147,6 @@ def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | Non
     return f"{tokens} tokens exceed {spec.name}'s {spec.max_positions} positions: output degrades"
 
 
-def keep_rule(config: Config) -> KeepRule:
-    """What is kept of the host tier."""
-    return KeepRule(config.selection.keep, config.selection.keep_mass, config.selection.min_keep)
-
-
 def window_layout(config: Config) -> WindowLayout:
     """What stays on the device."""
     return WindowLayout(config.cache.sinks, config.cache.gpu_window)
@@ -181,6 +176,20 @@ def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]
     if threads == "auto":
         return (0 if len(cores) < 4 else len(cores) // 4), []
     return threads, []
+
+
+def torch_threads(config: Config, device: torch.device, scan_threads: int) -> int:
+    """Threads for torch's own work on the CPU: with a GPU they hardly matter and stay as they are."""
+    asked = config.runtime.torch_threads
+    most = max(1, len(os.sched_getaffinity(0)) - scan_threads)
+    if asked == "auto":
+        return torch.get_num_threads() if device.type == "cuda" else most
+    if asked > most:
+        raise ConfigError(
+            f"runtime.torch_threads = {asked}: the scan has {scan_threads} of {len(os.sched_getaffinity(0))} cores, "
+            f"so at most {most} are allowed"
+        )
+    return asked
 
 
 def native_kernels(config: Config, device: torch.device) -> bool:
@@ -230,9 +239,9 @@ def plan_memory(
     The weights lie where `place_weights` puts them.
     """
     spec, dtype = choice.spec, choice.dtype
-    layout, rule, element = window_layout(config), keep_rule(config), dtype.itemsize
+    layout, element = window_layout(config), dtype.itemsize
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
-    resident = window = host = staging = logits = past = 0
+    resident = window = host = staging = logits = past = listed = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
         past = max(past, layer.kv_bytes_per_token(element) * capacity)
         if mode == "resident":
@@ -241,13 +250,15 @@ def plan_memory(
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
         host += 2 * tensor_bytes(shape, dtype)
-        kept = most_kept(rule, layout.host_rows(capacity))
+        kept = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (kept + layout.rows)
         # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
         staging = max(staging, batch * layer.kv_bytes_per_token(element) * kept * 2 + rows * layer.head_dim * 8)
         # Two scans in flight; then probabilities, 8-byte sort keys and their order for one of them.
         scores = batch * layer.num_heads * shape[2]
         logits = max(logits, scores * 4 * 2 + scores * 4 * 2 + batch * layer.num_kv_heads * shape[2] * 28)
+        if names_candidates(config):
+            listed += tensor_bytes(shape[:3], torch.int32)
         plan.host["query and logits of the scans"] = max(
             plan.host.get("query and logits of the scans", 0), 2 * scores * 4
         )
@@ -262,6 +273,7 @@ def plan_memory(
         "KV of sinks and windows": window,
         "fetched rows": staging,
         "logits and choice": logits,
+        "mass lately and candidates": 2 * listed,
         "prefill: hidden states": batch * capacity * spec.hidden_size * element,
         # Three in flight: the layer at work and two that are leaving for the host.
         "prefill: KV of one sequence": past * (3 if on_flash or repeated == 1 else 3 + repeated),
@@ -270,7 +282,7 @@ def plan_memory(
     }
     if choice.device.type == "cuda":
         plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
-    plan.host = {"KV host tier": host, **plan.host}
+    plan.host = {"KV host tier": host, "candidates": listed, **plan.host}
     return place_weights(choice, config, plan)
 
 

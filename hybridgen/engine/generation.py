@@ -22,6 +22,8 @@ class Decoder(Protocol):
 
     def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor: ...
 
+    def observe(self, batch: Batch, timings: StepTimings) -> None: ...
+
 
 @dataclass
 class Generation:
@@ -58,6 +60,7 @@ def generate(
         if index:
             result.statistics.observe(batch)
             result.steps.append(llm.telemetry.end_step())
+            llm.observe(batch, result.steps[-1])
         for sequence, token in enumerate(ids):
             if running[sequence]:
                 result.output_ids[sequence].append(token)

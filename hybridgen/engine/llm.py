@@ -6,7 +6,6 @@ result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,9 @@ from hybridgen.engine.generation import Generation, generate
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
-from hybridgen.engine.schedule import FixedSchedule
+from hybridgen.engine.schedule import FixedSchedule, ReplaySchedule, Schedule
+from hybridgen.engine.scheduling import make_schedule, most_fetched, names_candidates, observe
+from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError
 from hybridgen.kv_cache.layout import host_shape
 from hybridgen.kv_cache.resident import ResidentKV
@@ -38,8 +39,8 @@ from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
 from hybridgen.offload.weights import LayerWeightStore
-from hybridgen.selection.budget import most_kept
-from hybridgen.telemetry import Telemetry
+from hybridgen.selection.candidates import Candidates
+from hybridgen.telemetry import StepTimings, Telemetry
 
 
 class _Machine:
@@ -53,8 +54,10 @@ class _Machine:
         if choice.device.type == "cuda":
             # cuDNN's attention builds a plan for every new length: 20 ms a call in decode.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        else:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - threads))
+        asked = config.runtime.torch_threads
+        self.threads = TorchThreads(
+            build.torch_threads(config, choice.device, threads), watches=asked == "auto" and choice.device.type == "cpu"
+        )
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
         depth, layers = config.placement.prefetch_depth, weights.tensors.layers
         self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
@@ -111,16 +114,9 @@ class LLM:
         self.model, self.telemetry = self._machine.model, self._machine.telemetry
         self._transfer, self._worker = self._machine.transfer, self._machine.worker
         self._layout = build.window_layout(config)
-        # A probe compares logits of the true query; `logits` mixes two.
-        probe = 0 if config.attention.lookahead == "logits" else config.runtime.mass_probe_interval
-        self.schedule = FixedSchedule(self.modes, build.keep_rule(config), probe)
-        self._runner = Runner(
-            self.model,
-            self._machine.weights,
-            self.schedule,
-            self.telemetry,
-            build.prefill_chunk(config, self.device),
-        )
+        make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
+        chunk = build.prefill_chunk(config, self.device)
+        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk)
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -152,6 +148,11 @@ class LLM:
         return self._worker.threads
 
     @property
+    def torch_threads(self) -> TorchThreads:
+        """How many threads torch computes with on the CPU, and how often they were fewer than there are cores."""
+        return self._machine.threads
+
+    @property
     def scans_by_isa(self) -> dict[str, int]:
         """Scans done so far, by the instruction set that did them."""
         return self._worker.jobs_by_isa
@@ -177,10 +178,17 @@ class LLM:
 
         return ended
 
-    def new_batch(self, capacities: Sequence[int]) -> Batch:
-        """Room for sequences of up to capacities[b] tokens, prompt and generated together."""
+    def new_batch(self, capacities: Sequence[int], schedule: Schedule | None = None) -> Batch:
+        """Room for sequences of up to capacities[b] tokens, prompt and generated together.
+
+        schedule: of its decode steps, instead of a fresh one as the config says. Its plans must keep to what the
+        config's may ask for: `pre_qkt` where `schedule.mode` is not `fixed`, and no larger K.
+        """
         self.model.extend_positions(max(capacities, default=0) or 1)
-        batch = Batch(capacities, self.config.runtime.micro_batch, self._layout, self._make_layers, self.device)
+        if schedule is None:
+            schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
+        micro_batch = self.config.runtime.micro_batch
+        batch = Batch(capacities, micro_batch, self._layout, self._make_layers, self.device, schedule)
         if self.config.attention.predictor == "delta":
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
         return batch
@@ -193,11 +201,22 @@ class LLM:
         progress: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Append prompt tokens to each sequence; see `Runner.prefill`."""
+        self._machine.threads.use_all()
         return self._runner.prefill(batch, prompts, mirrors, progress)
 
     def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor:
         """One token of each sequence -> float32 next-token logits [B, vocab]; see `Runner.decode_step`."""
-        return self._runner.decode_step(batch, torch.as_tensor(tokens, device=self.device))
+        self._machine.threads.step()
+        logits = self._runner.decode_step(batch, torch.as_tensor(tokens, device=self.device))
+        self._machine.threads.end_step()
+        return logits
+
+    def observe(self, batch: Batch, timings: StepTimings) -> None:
+        """Tell the batch's schedule what its last decode step has measured, as `generate` does."""
+        if not isinstance(batch.schedule, (FixedSchedule, ReplaySchedule)):  # these would not look
+            observation = observe(batch, self.modes, timings)
+            if observation is not None:
+                batch.schedule.observe(observation)
 
     def close(self) -> None:
         """Stop the scan threads. The object is of no use afterwards."""
@@ -218,9 +237,12 @@ class LLM:
             if mode != "resident"
         ]
         poison = isinstance(self._transfer, LazyTransfer)
+        listing = names_candidates(self.config)
         slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
+        if listing:
+            slab_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
         slab = HostSlab(slab_bytes, self.device, poison)
-        rule, native = build.keep_rule(self.config), build.native_kernels(self.config, self.device)
+        native = build.native_kernels(self.config, self.device)
         plain = HybridAttention
         if self.device.type == "cuda" and self.config.runtime.kernels == "auto":
             from hybridgen.attention.hybrid_cuda import CudaHybridAttention  # Triton: only where there is a GPU
@@ -239,14 +261,23 @@ class LLM:
             )
             predicts = mode == "lookahead"
             weighs = predicts and self.config.attention.lookahead == "logits"
+            candidates = listed_rows = None
+            if listing:
+                sequences, heads, length, _ = tiered.host_keys.tensor.shape
+                rows = (sequences, heads, length)
+                candidates, listed_rows = Candidates(rows, self.device), slab.take(rows, torch.int32)
+            executor: type[HybridAttention] = LogitsHybridAttention if weighs else plain
+            staging = None
             if native and not weighs:
-                layers.append(CpuHybridAttention(layer, spec, tiered, self._worker, self._transfer, predicts, None))
-                continue
-            if spec not in stagings:
-                kept = most_kept(rule, self._layout.host_rows(capacity))
-                stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
-            executor = LogitsHybridAttention if weighs else plain
-            attention = executor(layer, spec, tiered, self._worker, self._transfer, predicts, stagings[spec])
+                executor = CpuHybridAttention
+            else:
+                if spec not in stagings:
+                    kept = most_fetched(self.config, self._layout.host_rows(capacity))
+                    stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
+                staging = stagings[spec]
+            attention = executor(
+                layer, spec, tiered, self._worker, self._transfer, predicts, staging, candidates, listed_rows
+            )
             if isinstance(attention, LogitsHybridAttention):
                 attention.renormalise = self.config.attention.dropped == "renormalise"
             layers.append(attention)

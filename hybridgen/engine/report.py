@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from hybridgen import __version__
+from hybridgen.engine.batch import Batch
 from hybridgen.engine.generation import Generation
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.output import write_whole
-from hybridgen.engine.schedule import encode
+from hybridgen.engine.schedule import FeedbackSchedule, encode
 from hybridgen.placement.plan import MemoryPlan
 from hybridgen.telemetry import StepTimings
 
 
 def build_report(
     llm: LLM,
+    batch: Batch,
     generation: Generation,
     prompt_ids: Sequence[Sequence[int]],
     text: list[str] | None,
@@ -36,15 +38,13 @@ def build_report(
 ) -> dict[str, Any]:
     """Everything contracts.md asks for, from what was measured. Bytes and times are per decode step.
 
-    `gpu_idle_fraction` is null: it is about kernels alone, and the spans of a stage hold launch gaps and waits as well,
-    while kernels between two stages lie in no span. Neither a bound from above nor one from below can be read off them.
+    `limit_ms` and `gpu_idle_fraction` are null here: `engine.limits` finds them.
     """
     steps = generation.steps
     milliseconds = [step.step_ms for step in steps]
     attended = generation.statistics.summary()
     generated = [len(ids) for ids in generation.output_ids]
     decode_s = sum(milliseconds) / 1e3
-    predicted = llm.config.attention.lookahead != "off"
     return {
         "model": llm.spec.name,
         "weights": llm.weights.kind,
@@ -64,17 +64,20 @@ def build_report(
         "decode_ms_per_token": _spread(milliseconds),
         "tokens_per_s": (sum(generated) - len(generated)) / decode_s if decode_s else None,
         "stage_ms_per_layer": _stages(steps),
+        "waited_ms_per_token": {stage: _median_ms(steps, stage) for stage in ("scan_wait", "link_wait")},
         "limit_ms": None,
+        "gpu_kernels_ms": None,
         "gpu_idle_fraction": None,
         "bytes_per_token": {
             direction: statistics.fmean(step.bytes_moved.get(direction, 0) for step in steps) if steps else None
             for direction in ("h2d", "d2h", "cpu_read")
         },
+        "fetched_bytes_per_token": statistics.fmean(s.stage_bytes.get("fetch", 0) for s in steps) if steps else None,
         "budget": attended["budget"],
         "covered_mass": {
             "mean": attended["mass_mean"],
             "min": attended["mass_min"],
-            "kind": None if attended["mass_mean"] is None else "predicted" if predicted else "exact",
+            "kind": None if attended["mass_mean"] is None else _kind_of_mass(llm, batch),
             "true_probe": attended["mass_true"],
         },
         "kept_fraction": attended["kept_fraction"],
@@ -82,7 +85,11 @@ def build_report(
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "allocations_in_decode": allocations,
         "memory_plan": plan.to_dict(),
-        "scheduler": {"steps": encode(llm.schedule.plan(step) for step in range(len(steps)))},
+        "scheduler": {
+            "mode": llm.config.schedule.mode,
+            "target_missed": batch.schedule.target_missed if isinstance(batch.schedule, FeedbackSchedule) else None,
+            "steps": encode(batch.plans[: len(steps)]),
+        },
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
         "versions": {
@@ -98,6 +105,13 @@ def build_report(
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
     write_whole("--report", path, json.dumps(report, indent=1))
+
+
+def _kind_of_mass(llm: LLM, batch: Batch) -> str:
+    """contracts.md, "covered_mass"."""
+    if any(layer.mode == "pre_qkt" for plan in batch.plans for layer in plan.layers):
+        return "estimated"
+    return "exact" if llm.config.attention.lookahead == "off" else "predicted"
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
@@ -120,6 +134,11 @@ def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
     return {stage: statistics.fmean(values) for stage, values in totals.items()}
 
 
+def _median_ms(steps: Sequence[StepTimings], stage: str) -> float:
+    """Median over the steps of the milliseconds of all layers: a first step that compiles is not of interest."""
+    return statistics.median(sum(step.stage_ms.get(stage, {}).values()) for step in steps) if steps else 0.0
+
+
 def describe_machine(llm: LLM) -> dict[str, Any]:
     """What the numbers were made on."""
     cores = len(os.sched_getaffinity(0))
@@ -127,7 +146,8 @@ def describe_machine(llm: LLM) -> dict[str, Any]:
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": cores,
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": llm.torch_threads.most,
+        "steps_with_fewer_torch_threads": llm.torch_threads.lowered_steps,
         "worker_threads": llm.worker_threads,
         "scans_by_isa": llm.scans_by_isa,
         "gpu": gpu,

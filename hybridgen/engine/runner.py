@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
-from hybridgen.engine.schedule import FixedSchedule
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.transfer import Ticket
@@ -29,13 +28,11 @@ class Runner:
         self,
         model: DecoderModel,
         weights: LayerWeightStore,
-        schedule: FixedSchedule,
         telemetry: Telemetry,
         prefill_chunk: int,
     ) -> None:
         self.model = model
         self._weights = weights
-        self._schedule = schedule
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
 
@@ -44,8 +41,7 @@ class Runner:
         """One more token of every sequence: ids [B] on the device -> next-token logits, float32 [B, vocab]."""
         self._check_step(batch, tokens)
         self._telemetry.enter_step()
-        plan = self._schedule.plan(batch.steps)
-        batch.steps += 1
+        plan = batch.next_plan()
         states = [_DecodeState(self.model, micro_batch, tokens) for micro_batch in batch.micro_batches]
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -55,19 +56,22 @@ class AttentionStatistics:
         filled = sum(1 for host in hosts if host)
         if filled:
             self._kept.append((kept / known[1].clamp(min=1)).sum() / filled)
-        self._mass.append(mass.mean())
-        self._least_mass.append(mass.min())
+        # NaN where candidates were kept unscored: what these cover is not known.
+        self._mass.append(mass.nanmean())
+        self._least_mass.append(mass.nan_to_num(nan=torch.inf).min())
 
     def summary(self) -> dict[str, float | None]:
         """Means over all steps; None where nothing was chosen."""
 
         def mean(parts: list[Tensor]) -> float | None:
-            return float(torch.stack(parts).mean()) if parts else None
+            value = float(torch.stack(parts).nanmean()) if parts else math.nan
+            return None if math.isnan(value) else value
 
+        least = float(torch.stack(self._least_mass).min()) if self._mass else math.inf
         return {
             "budget": mean(self._budget),
             "kept_fraction": mean(self._kept),
             "mass_mean": mean(self._mass),
-            "mass_min": float(torch.stack(self._least_mass).min()) if self._mass else None,
+            "mass_min": None if math.isinf(least) else least,
             "mass_true": mean(self._probes),
         }

@@ -97,5 +97,6 @@ def _register(memory: Tensor, device: torch.device) -> Tensor:
 
 
 def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # a block that ages may still be on its way here
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(address)

@@ -88,10 +88,25 @@ class LogitWorker:
         """Scans done, by the instruction set that did them."""
         return dict(self._pool.jobs_by_isa)
 
-    def submit(self, query: Tensor, keys: HostBuffer, lengths: list[int], scale: float, layer: int) -> ScanTicket:
+    def submit(
+        self,
+        query: Tensor,
+        keys: HostBuffer,
+        lengths: list[int],
+        scale: float,
+        layer: int,
+        rows: HostBuffer | None = None,
+        rows_copied: Ticket | None = None,
+    ) -> ScanTicket:
         """Score the first lengths[b] keys of each sequence: logits = scale * q . k.
 
         query: [B, Hq, d] on the device; keys: [B, Hkv, N, d], channels contiguous, in host memory.
+        rows: int32 [B, Hkv, n], contiguous, in host memory: only these keys are scored, each KV head its own, and
+        lengths[b] counts listed rows; logit j is that of the key in row rows[b, h, j]. Each must be a row of the keys;
+        it is read when the scan runs, and not checked. rows_copied: the transfer that fills `rows`, if one is under
+        way; it must have been issued in direction "d2h", whose copies keep their order, so that the query's copy,
+        which starts the scan, comes after it. Keys and rows stay alive and unchanged until `logits` has returned.
+        ValueError: what does not fit.
         """
         host_keys = keys.tensor
         batch, heads, dim = query.shape
@@ -101,6 +116,14 @@ class LogitWorker:
             raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
         if len(lengths) != batch or max(lengths) > host_keys.shape[2]:
             raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
+        if rows is not None:
+            listed = rows.tensor
+            if listed.dtype is not torch.int32 or not listed.is_contiguous():
+                raise ValueError(f"rows: {listed.dtype} with strides {listed.stride()}, must be int32, contiguous")
+            if listed.dim() != 3 or listed.shape[:2] != host_keys.shape[:2]:
+                raise ValueError(f"rows: shape {tuple(listed.shape)} does not match keys {tuple(host_keys.shape)}")
+            if max(lengths) > listed.shape[2]:
+                raise ValueError(f"lengths: {lengths} do not fit rows of shape {tuple(listed.shape)}")
 
         buffers = self._take_buffers(batch, heads, host_keys.shape[2], dim)
         copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
@@ -119,8 +142,12 @@ class LogitWorker:
             out_strides=tuple(buffers.logits.tensor.stride()[:2]),
             scale=scale,
             hold=True,
+            rows=0 if rows is None else rows.tensor.data_ptr(),
+            rows_stride=0 if rows is None else rows.tensor.shape[2],
         )
         if self._lazy:
+            if rows_copied is not None:
+                rows_copied.wait()
             copied.wait()
         else:
             self._transfer.call_after(copied, *self._pool.start_call(job))

@@ -42,12 +42,11 @@ class FetchTicket:
 
     def __init__(self, ticket: Ticket, targets: list[Tensor]) -> None:
         self._ticket = ticket
-        self._targets = targets
+        self.targets = targets  # after `wait`, until the layer after next fetches
 
-    def rows(self) -> list[Tensor]:
-        """Wait, and hand out; valid until the layer after next fetches."""
+    def wait(self) -> None:
+        """From now on, work that the caller issues on the device sees the rows."""
         self._ticket.wait()
-        return self._targets
 
 
 class TransferEngine(ABC):

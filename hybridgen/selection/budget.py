@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -34,6 +36,43 @@ def most_kept(rule: KeepRule, host_length: int) -> int:
     return min(host_length, max(rule.min_keep, cap(rule, host_length)))
 
 
+@dataclass(frozen=True)
+class KeepLimits:
+    """A KeepRule in numbers, for one layer and step: one entry a sequence.
+
+    scored: how many rows were scored, which are all there is to choose from. least, most: what the rule allows by
+    the host's length, whatever was scored. With `mass` (below 1) the rule's own number is
+    min(max(n, least), most), n the fewest scored rows, best first, that together with sinks and window hold it;
+    without, it is `most`. K = min(scored, ceil(that number x extra_thousandths / 1000)).
+    """
+
+    scored: list[int]
+    least: list[int]
+    most: list[int]
+    mass: float | None = None
+    extra_thousandths: int = 1000
+
+    def kept(self, count: int, scored: int) -> int:
+        """K, where the rule's own number is `count`."""
+        return min(scored, -(-count * self.extra_thousandths // 1000))
+
+    @property
+    def widest(self) -> int:
+        """The largest K there can be."""
+        return max((self.kept(*pair) for pair in zip(self.most, self.scored, strict=True)), default=0)
+
+
+def keep_limits(
+    rule: KeepRule, host_lengths: Sequence[int], scored: Sequence[int] | None = None, extra: float = 1.0
+) -> KeepLimits:
+    """What `rule` means where the host tiers are this long. scored: None for all of it; extra: as in LayerPlan."""
+    most = [most_kept(rule, length) for length in host_lengths]
+    # All of the mass needs all of the tokens, rounding or not.
+    mass = rule.mass if rule.mass is not None and rule.mass < 1.0 else None
+    least = most if mass is None else [min(length, rule.min_keep) for length in host_lengths]
+    return KeepLimits(list(host_lengths if scored is None else scored), least, most, mass, round(1000 * extra))
+
+
 def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
     """-inf beyond each sequence's host length: host_logits [B, Hkv, G, N]."""
     longest = host_logits.shape[-1]
@@ -57,35 +96,44 @@ def group_probabilities(local_logits: Tensor, host_logits: Tensor, lengths: list
     return p[..., local_rows:].contiguous(), p[..., :local_rows].sum(-1)
 
 
-def choose(rule: KeepRule, host_p: Tensor, local_p: Tensor, lengths: list[int]) -> TokenSelection:
-    """Keep the rows of highest p; ties go to the lower position.
+def choose(limits: KeepLimits, host_p: Tensor, local_p: Tensor) -> TokenSelection:
+    """Keep the rows of highest p; ties go to the lower row.
 
-    host_p: float32 [B, Hkv, N] >= 0, local_p: [B, Hkv] (see `group_probabilities`).
+    host_p: float32 [B, Hkv, N] >= 0, of the scored rows; local_p: [B, Hkv] (see `group_probabilities`).
+    The selection's rows are places among the N.
     """
-    most = [most_kept(rule, length) for length in lengths]
-    rows = torch.arange(host_p.shape[-1], device=host_p.device)
-    # A non-negative float orders like its bits; the row number below them breaks ties.
-    keys = torch.sub(host_p.view(torch.int32).to(torch.int64).mul_(_ROW_RANGE), rows)
-    best = torch.topk(keys, max(most), dim=-1).values
-    chosen = torch.remainder(-best, _ROW_RANGE)
+    device = host_p.device
+    chosen = best_first(host_p.view(torch.int32), limits.widest)
     p = torch.gather(host_p, -1, chosen)
 
-    limit = per_sequence(most, host_p.device)
-    if rule.mass is None or rule.mass >= 1.0:  # all of the mass needs all of the tokens, rounding or not
-        counts = torch.zeros_like(local_p, dtype=torch.int64) + limit
+    most = per_sequence(limits.most, device)
+    if limits.mass is None:
+        counts = torch.zeros_like(local_p, dtype=torch.int64) + most
     else:
         before = p.cumsum(-1).sub_(p)  # what the better rows hold
-        needed = (before < (rule.mass - local_p).unsqueeze_(-1)).sum(-1)
-        floor = per_sequence([min(n, rule.min_keep) for n in lengths], host_p.device)
-        counts = torch.minimum(needed.clamp_(min=floor), limit)
-        if host_p.device.type == "cpu":  # no wait is needed to know how many rows the fetch can leave out
-            widest = int(counts.max())
-            chosen, p = chosen[..., :widest], p[..., :widest]
+        needed = (before < (limits.mass - local_p).unsqueeze(-1)).sum(-1)
+        counts = torch.minimum(needed.clamp_(min=per_sequence(limits.least, device)), most)
+    if limits.extra_thousandths != 1000:
+        counts = (counts * limits.extra_thousandths + 999) // 1000
+    counts = torch.minimum(counts, per_sequence(limits.scored, device))
+    if limits.mass is not None and device.type == "cpu":  # no wait is needed to know what the fetch can leave out
+        used = int(counts.max())
+        chosen, p = chosen[..., :used], p[..., :used]
 
-    padding = rows[: chosen.shape[-1]] >= counts.unsqueeze(-1)
+    padding = torch.arange(chosen.shape[-1], device=device) >= counts.unsqueeze(-1)
     mass = p.masked_fill(padding, 0.0).sum(-1) + local_p
     # Padding points to row 0, which always holds something finite.
-    return TokenSelection(chosen.masked_fill(padding, 0), counts, padding.unsqueeze(2), lengths, mass)
+    return TokenSelection(chosen.masked_fill(padding, 0), counts, padding.unsqueeze(2), limits.scored, mass)
+
+
+def best_first(bits: Tensor, count: int) -> Tensor:
+    """The `count` rows with the largest of int32 [..., N], ties to the lower row: int64 [..., count].
+
+    A non-negative float orders like its bits.
+    """
+    rows = torch.arange(bits.shape[-1], device=bits.device)
+    keys = torch.sub(bits.to(torch.int64).mul_(_ROW_RANGE), rows)  # the row number below the bits breaks ties
+    return torch.remainder(-torch.topk(keys, count, dim=-1).values, _ROW_RANGE)
 
 
 def per_sequence(values: list[int], device: torch.device) -> Tensor:
@@ -108,3 +156,14 @@ def nothing_to_choose(batch: int, num_kv_heads: int, device: torch.device) -> To
         host_lengths=[0] * batch,
         mass=torch.ones(shape, device=device),
     )
+
+
+def keep_all(rows: Tensor, sizes: list[int], host_lengths: list[int]) -> TokenSelection:
+    """The choice where all candidates are kept unscored: rows int64 [B, Hkv, n], of sequence b the first sizes[b].
+
+    What they cover is unknown: mass is NaN.
+    """
+    shape, device = rows.shape[:2], rows.device
+    counts = torch.zeros(shape, dtype=torch.int64, device=device) + per_sequence(sizes, device)
+    padding = torch.arange(rows.shape[2], device=device) >= counts.unsqueeze(-1)
+    return TokenSelection(rows, counts, padding.unsqueeze(2), host_lengths, torch.full(shape, torch.nan, device=device))

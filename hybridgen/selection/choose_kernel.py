@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,attr-defined"
 """The choice on a GPU: two Triton kernels for the dozens of launches of the torch twin in `budget.py`.
 
-`probabilities`: p of every host token by the choosing query, averaged over the heads of a KV head.
+`probabilities`: p of every scored row by the choosing query, averaged over the heads of a KV head.
 `choose`: the rows of highest p, by bisection on the bits of p; no sort. Rows come out in ascending order.
 One program a sequence and KV head; what they read lies in the L2 cache.
 """
@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridgen.selection.budget import most_kept, per_sequence
-from hybridgen.types import KeepRule, TokenSelection
+from hybridgen.selection.budget import KeepLimits, per_sequence
+from hybridgen.types import TokenSelection
 
 BLOCK = 4096
+LEAST_BLOCK = 32
 WARPS = 8
 ALL_BITS = 31  # of a non-negative float
 
@@ -61,17 +62,19 @@ def _probabilities(
     tl.store(local_p + program, local_share)
 
 
-@triton.jit
+# The width and the extra change as the run goes on: neither may have the kernel compiled anew.
+@triton.jit(do_not_specialize=["width", "extra_thousandths"])
 def _choose(
-    p, local_p, most, floor, chosen, counts, padding, covered, rows, width, kv_heads, mass,
+    p, local_p, scored, least, most, chosen, counts, padding, covered, rows, width, kv_heads, mass, extra_thousandths,
     BY_MASS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = p + program.to(tl.int64) * rows
     index = tl.arange(0, BLOCK)
     local = tl.load(local_p + program)
-    keep = tl.load(most + program // kv_heads).to(tl.int32)
-    least = tl.load(floor + program // kv_heads).to(tl.int32)
+    sequence = program // kv_heads
+    there_are = tl.load(scored + sequence)
+    keep = tl.load(most + sequence).to(tl.int32)
 
     # The largest threshold (as bits) above or at which enough rows lie: enough by count, or by mass.
     if BY_MASS:
@@ -94,9 +97,11 @@ def _choose(
         value = threshold.to(tl.float32, bitcast=True)
         equal = tl.where(value > 0.0, tl.ceil((mass - held_above) / tl.maximum(value, 1e-45)), 0.0)
         needed = tl.where(held_above >= mass, 0, tl.minimum(above + equal, 2.0e9).to(tl.int32))
-        # All there is may hold less than the mass by rounding; then everything is needed.
+        # All that was scored may hold less than the mass, by rounding or for want of the rest: then all is needed.
         needed = tl.where(threshold == 0, keep, needed)
-        keep = tl.minimum(tl.maximum(needed, least), keep)
+        keep = tl.minimum(tl.maximum(needed, tl.load(least + sequence).to(tl.int32)), keep)
+    # In 64 bits: a million rows times thousands pass 2^31.
+    keep = tl.minimum((keep.to(tl.int64) * extra_thousandths + 999) // 1000, there_are).to(tl.int32)
 
     threshold = 0
     for step in range(BITS):
@@ -136,32 +141,35 @@ def _choose(
     tl.store(covered + program, held)
 
 
-def choose_rows(local_logits: Tensor, host_logits: Tensor, lengths: list[int], rule: KeepRule) -> TokenSelection:
-    """`group_probabilities` and `choose` of budget.py; the rows come in ascending order.
+def choose_rows(local_logits: Tensor, host_logits: Tensor, limits: KeepLimits) -> tuple[TokenSelection, Tensor]:
+    """`group_probabilities` and `choose` of budget.py; the rows come in ascending order. Second: p of the scored rows.
 
     local_logits: float32 [B, Hkv, G, local rows], -inf where there is no token; host_logits: float32
-    [B, Hkv, G, N] with contiguous tokens, in memory that is quick to read several times.
+    [B, Hkv, G, N] with contiguous tokens, in memory that is quick to read several times, of which the first
+    limits.scored[b] are read. p: float32 [B, Hkv, N], 0 beyond what was scored; the rows are places among the N.
     """
     batch, kv_heads, group, rows = host_logits.shape
-    device, programs = host_logits.device, batch * kv_heads
-    most = [most_kept(rule, length) for length in lengths]
-    width = max(most)
+    device, programs, width = host_logits.device, batch * kv_heads, limits.widest
     p = torch.empty((batch, kv_heads, rows), dtype=torch.float32, device=device)
     local_p, covered = torch.empty((2, batch, kv_heads), dtype=torch.float32, device=device)
     chosen = torch.empty((batch, kv_heads, width), dtype=torch.int64, device=device)
     padding = torch.empty((batch, kv_heads, 1, width), dtype=torch.bool, device=device)
-    counts = torch.empty((batch, kv_heads), dtype=torch.int64, device=device)
-    block = min(BLOCK, triton.next_power_of_2(rows))
+    scored = per_sequence(limits.scored, device)
+    block = min(BLOCK, triton.next_power_of_2(max(rows, LEAST_BLOCK)))
     _probabilities[(programs,)](
-        host_logits, local_logits.contiguous(), per_sequence(lengths, device), p, local_p,
+        host_logits, local_logits.contiguous(), scored, p, local_p,
         host_logits.stride(2), rows, local_logits.shape[3], kv_heads,
         GROUP=group, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
-    by_mass = rule.mass is not None and rule.mass < 1.0
-    floor = [min(length, rule.min_keep) for length in lengths]
+    if width == 0:
+        none = torch.zeros((batch, kv_heads), dtype=torch.int64, device=device)
+        return TokenSelection(chosen, none, padding, limits.scored, local_p), p
+    counts = torch.empty((batch, kv_heads), dtype=torch.int64, device=device)
+    by_mass = limits.mass is not None
     _choose[(programs,)](
-        p, local_p, per_sequence(most, device), per_sequence(floor, device), chosen, counts, padding, covered,
-        rows, width, kv_heads, rule.mass if by_mass else 1.0,
+        p, local_p, scored, per_sequence(limits.least, device), per_sequence(limits.most, device),
+        chosen, counts, padding, covered, rows, width, kv_heads,
+        limits.mass if by_mass else 1.0, limits.extra_thousandths,
         BY_MASS=by_mass, BITS=ALL_BITS, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
-    return TokenSelection(chosen, counts, padding, lengths, covered)
+    return TokenSelection(chosen, counts, padding, limits.scored, covered), p

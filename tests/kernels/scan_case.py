@@ -46,7 +46,8 @@ class ScanCase:
 
     layout: 'heads' [batch, head, token, d], or 'tokens' [batch, token, head, d].
     gap: unused elements after each key row. offset: elements between the buffers' start and the data, so that
-    nothing is aligned to more than its element.
+    nothing is aligned to more than its element. tier: 0, or how many rows each KV head has, of which it scans a list
+    of its own of lengths[b]: in any order, some repeatedly.
     """
 
     key_type: str
@@ -58,11 +59,12 @@ class ScanCase:
     gap: int = 0
     offset: int = 1
     scale: float = 0.125
+    tier: int = 0
 
     def __post_init__(self) -> None:
         self.rng = fresh_rng()
         batch, heads, d = len(self.lengths), self.num_kv_heads, self.head_dim
-        tokens = max(self.lengths) + 3
+        tokens = (self.tier or max(self.lengths)) + 3
         row = d + self.gap
         if self.layout == "heads":
             self.key_strides = (heads * tokens * row, tokens * row, row)
@@ -75,17 +77,27 @@ class ScanCase:
             (batch, heads, tokens, d),
             [s * self.key_buffer.itemsize for s in (*self.key_strides, 1)],
         )
-        for b, length in enumerate(self.lengths):
-            values = self.rng.standard_normal((heads, length, d), dtype=np.float32)
-            self.keys[b, :, :length] = store(values, self.key_type)
+        # Beyond the lengths rows that do not exist.
+        list_buffer = np.full(1 + batch * heads * (max(self.lengths) + 2), np.iinfo(np.int32).max, np.int32)
+        self.rows = list_buffer[1:].reshape(batch, heads, -1)
+        for b, h in np.ndindex(batch, heads):
+            length = self.lengths[b]
+            rows = self.rng.integers(0, self.tier, length) if self.tier else np.arange(length)
+            self.rows[b, h, :length] = rows
+            self.keys[b, h, rows] = store(self.rng.standard_normal((tokens, d), dtype=np.float32), self.key_type)[rows]
 
         num_heads = heads * self.group
         query_buffer = np.empty(self.offset + batch * num_heads * d, np.float32)
         self.query = query_buffer[self.offset :].reshape(batch, num_heads, d)
         self.query[:] = self.rng.standard_normal(self.query.shape)
-        self.out_strides = (num_heads * (tokens + 5), tokens + 5)
-        out_buffer = np.full(self.offset + batch * num_heads * (tokens + 5), np.nan, np.float32)
-        self.out = out_buffer[self.offset :].reshape(batch, num_heads, tokens + 5)
+        width = max(self.lengths) + 8
+        self.out_strides = (num_heads * width, width)
+        out_buffer = np.full(self.offset + batch * num_heads * width, np.nan, np.float32)
+        self.out = out_buffer[self.offset :].reshape(batch, num_heads, width)
+
+    def scanned(self, b: int) -> np.ndarray:
+        """The stored keys that sequence b's logits belong to: [num_kv_heads, lengths[b], d]."""
+        return np.stack([self.keys[b, h, self.rows[b, h, : self.lengths[b]]] for h in range(self.num_kv_heads)])
 
     def submit(self, worker: _C.ScanWorker, hold: bool = False) -> int:
         return worker.submit(
@@ -101,6 +113,7 @@ class ScanCase:
             out_strides=self.out_strides,
             scale=self.scale,
             hold=hold,
+            **({"rows": self.rows.ctypes.data, "rows_stride": self.rows.shape[2]} if self.tier else {}),
         )
 
     def check(self) -> None:
@@ -112,7 +125,7 @@ class ScanCase:
         rounding = (2 * self.head_dim / 8 + 8) * 2.0**-24
         for b, length in enumerate(self.lengths):
             assert np.isnan(self.out[b, :, length:]).all(), f"written beyond lengths[{b}]={length}"
-            K = exact(self.keys[b, :, :length], self.key_type)
+            K = exact(self.scanned(b), self.key_type)
             q = self.query[b].astype(np.float64).reshape(self.num_kv_heads, self.group, self.head_dim)
             want = self.scale * (q @ K.transpose(0, 2, 1))
             size = abs(self.scale) * (abs(q) @ abs(K).transpose(0, 2, 1))

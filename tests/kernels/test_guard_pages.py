@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridgen import _C
-from tests.kernels.scan_case import ISAS, KEY_TYPES, ScanCase
+from tests.kernels.scan_case import ISAS, KEY_TYPES, ScanCase, store
 
 PAGE = 4096
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,36 @@ def scan_between_guards(isa: str) -> None:
     worker.close()
 
 
+def listed_scan_between_guards(isa: str) -> None:
+    """The same for listed rows, the tier's first and last among them."""
+    worker = _C.ScanWorker(1, isa=isa)
+    for key_type in KEY_TYPES:
+        for head_dim in (8, 40, 128):
+            for group in (1, 3, 9):
+                for length in (1, 15, 16, 17, 100):
+                    for at_end in (True, False):
+                        case = ScanCase(key_type, [length], 1, group, head_dim, tier=60)
+                        case.rows[0, 0, [0, length - 1]] = (59, 0) if length % 2 else (0, 59)
+                        case.keys[0, 0, :60] = store(case.rng.random((60, head_dim), np.float32), key_type)
+                        keys = between_guards(np.ascontiguousarray(case.keys[0, 0, :60]), at_end)
+                        query = between_guards(case.query, at_end)
+                        rows = between_guards(np.ascontiguousarray(case.rows[0, 0, :length]), at_end)
+                        out = between_guards(np.zeros((group, length), np.float32), at_end)
+                        job = worker.submit(
+                            query, keys, out, key_type, group, 1, head_dim, [length],
+                            (0, 0, head_dim), (0, length), case.scale, rows=rows, rows_stride=length,
+                        )  # fmt: skip
+                        worker.wait(job)
+                        got = (ctypes.c_float * (group * length)).from_address(out)
+                        case.out[0, :, :length] = np.array(got).reshape(group, length)
+                        case.check()
+    worker.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="uses Linux' mmap flags")
+@pytest.mark.parametrize("scan", ["scan_between_guards", "listed_scan_between_guards"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_no_access_outside_the_rows(isa):
-    code = f"from tests.kernels.test_guard_pages import scan_between_guards as f; f({isa!r})"
+def test_no_access_outside_the_rows(isa, scan):
+    code = f"from tests.kernels.test_guard_pages import {scan} as f; f({isa!r})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, f"exit {result.returncode}: {result.stderr[-2000:]}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from hybridgen import _C
 from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
 from hybridgen.attention.native import attend_rows, choose_rows
 from hybridgen.selection import budget
+from hybridgen.selection.budget import KeepLimits, keep_limits
 from hybridgen.types import KeepRule, TokenSelection
 from tests.kernels.scan_case import ISAS, fresh_rng
 from tests.kernels.test_guard_pages import between_guards
@@ -37,6 +40,7 @@ RULES = (
     KeepRule(None, 1.0, 0),
     KeepRule(None, 0.05, 0),
     KeepRule(10, 0.9, 30),
+    KeepRule(0.5, 1 - 1e-12, 0),  # more than rounding may leave
 )
 
 
@@ -87,8 +91,12 @@ class Case:
         view.copy_(self._numbers(batch, self.kv_heads, rows, self.dim))
         return view
 
-    def choose(self, rule: KeepRule, isa: str = "") -> TokenSelection:
-        return choose_rows(self.query, self.keys, self.empty, self.host_logits, self.lengths, rule, self.scale, isa=isa)
+    def limits(self, rule: KeepRule, hidden: int = 0, extra: float = 1.0) -> KeepLimits:
+        """hidden: this many host rows more that were not scored."""
+        return keep_limits(rule, [length + hidden for length in self.lengths], self.lengths, extra)
+
+    def choose(self, limits: KeepLimits, isa: str = "") -> TokenSelection:
+        return choose_rows(self.query, self.keys, self.empty, self.host_logits, limits, self.scale, isa=isa)
 
     def attend(self, selection: TokenSelection | None, isa: str = "") -> tuple[Tensor, Tensor]:
         """With NaN in each host row that is not chosen."""
@@ -116,7 +124,13 @@ class Case:
         p = softmax(np.concatenate((local, host), axis=1)).mean(0)
         return p[local.shape[1] :], float(p[: local.shape[1]].sum())
 
-    def check_choice(self, rule: KeepRule, got: TokenSelection, tolerance: float = 1e-4) -> None:
+    def check_choice(self, limits: KeepLimits, isa: str = "", tolerance: float = 1e-4) -> TokenSelection:
+        """With p asked for, which must change nothing."""
+        got = self.choose(limits, isa)
+        found_p = torch.full((len(self.lengths), self.kv_heads, self.host_logits.shape[2]), torch.nan)
+        again = choose_rows(self.query, self.keys, self.empty, self.host_logits, limits, self.scale, found_p, isa)
+        for name in ("rows", "counts", "padding", "mass"):
+            assert torch.equal(getattr(got, name), getattr(again, name))
         batch, heads, width = got.rows.shape
         assert (batch, heads) == (len(self.lengths), self.kv_heads)
         assert got.rows.is_contiguous() and got.padding.is_contiguous()
@@ -127,6 +141,8 @@ class Case:
         assert (got.rows[got.padding[:, :, 0]] == 0).all()
         for b, h in np.ndindex(batch, heads):
             p, local = self.exact_p(b, h)
+            np.testing.assert_allclose(found_p[b, h, : p.size].numpy(), p, rtol=1e-3, atol=1e-7)
+            assert (found_p[b, h, p.size :] == 0).all()
             count = int(got.counts[b, h])
             rows = got.rows[b, h, :count].numpy()
             assert len(set(rows.tolist())) == count
@@ -138,14 +154,18 @@ class Case:
                 assert others.max() <= chosen.min() * (1 + tolerance) + 1e-37
             assert got.mass[b, h] == pytest.approx(chosen.sum() + local, abs=tolerance)
 
-            most, floor = budget.most_kept(rule, self.lengths[b]), min(self.lengths[b], rule.min_keep)
-            if rule.mass is None or rule.mass >= 1:
-                assert count == most
-            else:
-                assert floor <= count <= most
-                held = np.concatenate(([0.0], np.cumsum(chosen))) + local
-                assert count == most or held[count] >= rule.mass - tolerance
-                assert count == floor or held[count - 1] < rule.mass + tolerance
+            # Of the numbers that p within the tolerance allows, K must be that of one.
+            held = np.concatenate(([0.0], np.cumsum(np.sort(p)[::-1]))) + local
+            allowed = []
+            for slack in (-tolerance, tolerance):
+                number = limits.most[b]
+                if limits.mass is not None and (held >= limits.mass + slack).any():
+                    enough = int(np.argmax(held >= limits.mass + slack))
+                    number = min(max(enough, limits.least[b]), number)
+                kept = math.ceil(Fraction(number * limits.extra_thousandths, 1000))
+                allowed.append(min(self.lengths[b], kept))
+            assert allowed[0] <= count <= allowed[1]
+        return got
 
     def check_attention(self, selection: TokenSelection | None, isa: str, tolerance: float = 1e-5) -> None:
         context, log_sum = self.attend(selection, isa)
@@ -178,8 +198,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def both(case: Case, isa: str, rules: tuple[KeepRule, ...] = RULES) -> None:
     """Every rule's choice, and attention over one of them and over none."""
     for rule in rules:
-        case.check_choice(rule, case.choose(rule, isa))
-    case.check_attention(case.choose(RULES[4], isa), isa)
+        case.check_choice(case.limits(rule), isa)
+        case.check_choice(case.limits(rule, hidden=400, extra=1.375), isa)
+    case.check_attention(case.choose(case.limits(RULES[4]), isa), isa)
     case.check_attention(None, isa)
 
 
@@ -190,8 +211,8 @@ def test_all_shapes(isa: str, dtype: torch.dtype, group: int) -> None:
     for dim in HEAD_DIMS:
         case = Case([100, 0, 31], group=group, dim=dim, dtype=dtype)
         rule = RULES[int(case.rng.integers(len(RULES)))]
-        case.check_choice(rule, case.choose(rule, isa))
-        case.check_attention(case.choose(RULES[4], isa), isa)
+        case.check_choice(case.limits(rule, hidden=int(case.rng.integers(0, 2)) * 50), isa)
+        case.check_attention(case.choose(case.limits(RULES[4]), isa), isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -226,8 +247,14 @@ def test_against_the_torch_code(isa: str, group: int) -> None:
     local = attention_logits(query, keys, case.empty, case.scale)
     host_p, local_p = budget.group_probabilities(local, host_logits, case.lengths)
     for rule in RULES:
-        got, want = case.choose(rule, isa), budget.choose(rule, host_p, local_p, case.lengths)
-        assert (got.counts - want.counts).abs().max() <= (rule.mass is not None and rule.mass < 1)
+        hidden, extra = ((0, 1.0), (300, 1.0), (0, 1.5), (90, 2.001))[int(case.rng.integers(4))]
+        limits = case.limits(rule, hidden, extra)
+        got, want = case.choose(limits, isa), budget.choose(limits, host_p, local_p)
+        assert got.host_lengths == want.host_lengths == case.lengths
+        if limits.mass is None:
+            assert torch.equal(got.counts, want.counts)
+        elif limits.mass < 0.999:
+            assert (got.counts - want.counts).abs().max() <= math.ceil(extra)
         torch.testing.assert_close(got.mass, want.mass, atol=1e-2 if rule.mass else 1e-5, rtol=1e-5)
         width = min(got.rows.shape[2], want.rows.shape[2])
         both_keep = ~got.padding[:, :, 0, :width] & ~want.padding[:, :, 0, :width]
@@ -251,8 +278,7 @@ def test_ties_go_to_the_lower_row(isa: str, levels: int) -> None:
     level = torch.from_numpy(case.rng.integers(0, levels, (2, 1, 336)))
     case.host_logits = level.float().mul(1.7).expand(-1, case.kv_heads * 4, -1).contiguous()
     for rule in RULES:
-        got = case.choose(rule, isa)
-        case.check_choice(rule, got)
+        got = case.check_choice(case.limits(rule), isa)
         for b, h in np.ndindex(2, case.kv_heads):
             best = np.argsort(-level[b, 0, : case.lengths[b]].numpy(), kind="stable")
             count = int(got.counts[b, h])
@@ -265,14 +291,14 @@ def test_extreme_logits(isa: str) -> None:
     case = Case([500, 64], integers=True, scale=1.0)
     case.host_logits = torch.from_numpy(case.rng.uniform(-5000, 5000, case.host_logits.shape)).float()
     for rule in RULES:
-        case.check_choice(rule, case.choose(rule, isa))
-    case.check_attention(case.choose(RULES[0], isa), isa)
+        case.check_choice(case.limits(rule), isa)
+    case.check_attention(case.choose(case.limits(RULES[0]), isa), isa)
     case.keys.zero_()
     case.host_logits.fill_(-5000.0)
     case.host_logits[:, :, 7] = 5000.0
-    got = case.choose(KeepRule(None, 0.999, 0), isa)
+    got = case.choose(case.limits(KeepRule(None, 0.999, 0)), isa)
     assert got.rows.tolist() == [[[7]] * case.kv_heads] * 2
-    got = case.choose(KeepRule(4, None, 0), isa)
+    got = case.choose(case.limits(KeepRule(4, None, 0)), isa)
     assert got.rows.tolist() == [[[7, 0, 1, 2]] * case.kv_heads] * 2  # p is 0: by row
 
 
@@ -290,9 +316,10 @@ def test_nan_does_no_harm() -> None:
         case = Case([300])
         case.host_logits[:, :, ::3] = torch.nan
         for rule in RULES:
-            got = case.choose(rule, isa)
+            limits = case.limits(rule, hidden=100, extra=1.5)
+            got = case.choose(limits, isa)
             assert ((got.rows >= 0) & (got.rows < 300)).all()
-            assert (got.counts <= budget.most_kept(rule, 300)).all()
+            assert (got.counts <= limits.widest).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -309,23 +336,71 @@ def test_nan_does_no_harm() -> None:
     keep=st.one_of(st.none(), st.integers(0, 250), st.floats(0.01, 1.0).map(lambda f: round(f, 3))),
     mass=st.one_of(st.none(), st.floats(0.0, 1.0)),
     min_keep=st.integers(0, 80),
+    hidden=st.just(0) | st.integers(0, 500),
+    extra=st.just(1.0) | st.floats(1.0, 9.0),
 )
-def test_fuzz(isa, dtype, lengths, kv_heads, group, dim, device_rows, empty_share, spread, keep, mass, min_keep):
+def test_fuzz(
+    isa, dtype, lengths, kv_heads, group, dim, device_rows, empty_share, spread, keep, mass, min_keep, hidden, extra
+):
     case = Case(lengths, kv_heads, group, dim, device_rows, dtype, torch.float32, empty_share, spread)
-    rule = KeepRule(keep, mass, min_keep)
-    got = case.choose(rule, isa)
-    case.check_choice(rule, got)
+    got = case.check_choice(case.limits(KeepRule(keep, mass, min_keep), hidden, extra), isa)
+    case.check_attention(got, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_limits_beyond_what_was_scored(isa: str) -> None:
+    """Limits that no rule gives, too: what is kept never exceeds what was scored."""
+    case = Case([30, 0, 100])
+    for least, most, mass, extra, want in (
+        ([500, 500, 500], [900, 900, 900], None, 1000, [30, 0, 100]),
+        ([500, 500, 500], [900, 900, 900], 0.5, 1000, [30, 0, 100]),
+        ([0, 0, 0], [900, 900, 900], 0.999999999, 3000, [30, 0, 100]),
+        ([3, 3, 3], [10, 10, 10], 0.0, 1000, [3, 0, 3]),
+        ([3, 3, 3], [10, 10, 10], 0.0, 1001, [4, 0, 4]),
+        ([11, 11, 11], [10, 10, 10], 0.0, 1100, [11, 0, 11]),
+        ([0, 0, 0], [10, 10, 10], None, 2950, [30, 0, 30]),
+        ([0, 0, 0], [2, 2, 2], None, 2_000_000_000, [30, 0, 100]),
+        ([0, 0, 0], [0, 5, 0], None, 4000, [0, 0, 0]),
+        ([0, 0, 0], [10, 10, 10], -1.0, 4000, [0, 0, 0]),
+    ):
+        got = case.check_choice(KeepLimits(case.lengths, least, most, mass, extra), isa)
+        assert got.counts.tolist() == [[count] * case.kv_heads for count in want]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_extra_counts_from_the_number_that_holds_the_mass(isa: str) -> None:
+    case = Case([200], kv_heads=1, group=1, device_rows=1, spread=0.0)
+    case.keys.fill_(0.0)  # every p is 1 / 201
+    for mass, extra, want in ((10.5 / 201, 1.0, 10), (10.5 / 201, 1.01, 11), (10.5 / 201, 1.5, 15), (0.7, 1.5, 200)):
+        got = case.check_choice(case.limits(KeepRule(None, mass, 0), extra=extra), isa)
+        assert got.counts.item() == want and got.rows.tolist() == [[list(range(want))]]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nothing_scored_or_nothing_kept(isa: str) -> None:
+    case = Case([40, 7])
+    empty = case.host_logits[..., :0]
+    p = torch.empty(2, case.kv_heads, 0)
+    limits = KeepLimits([0, 0], [5, 5], [9, 9], 0.9)
+    got = choose_rows(case.query, case.keys, case.empty, empty, limits, case.scale, p, isa)
+    assert got.rows.shape == (2, case.kv_heads, 0) and got.counts.eq(0).all()
+    torch.testing.assert_close(got.mass, torch.ones(2, case.kv_heads))
+    case.check_attention(got, isa)
+    got = case.check_choice(KeepLimits(case.lengths, [0, 0], [0, 0]), isa)
+    assert got.rows.shape[2] == 0 and (got.mass < 1).all()
     case.check_attention(got, isa)
 
 
 def test_threads_do_not_share_scratch() -> None:
     cases = [Case([200 + 50 * i], dim=HEAD_DIMS[i]) for i in range(4)]
-    want = [(case.choose(RULES[4]).rows, case.attend(case.choose(RULES[4]))[0]) for case in cases]
+    limits = [case.limits(RULES[4]) for case in cases]
+    chosen = [case.choose(limit) for case, limit in zip(cases, limits, strict=True)]
+    want = [(selection.rows, case.attend(selection)[0]) for case, selection in zip(cases, chosen, strict=True)]
     wrong: list[int] = []
 
     def work(i: int) -> None:
         for _ in range(30):
-            selection = cases[i].choose(RULES[4])
+            selection = cases[i].choose(limits[i])
             if not (torch.equal(selection.rows, want[i][0]) and torch.equal(cases[i].attend(selection)[0], want[i][1])):
                 wrong.append(i)
 
@@ -339,13 +414,14 @@ def test_threads_do_not_share_scratch() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     case = Case([100, 40])
-    selection = case.choose(RULES[0])
+    limits = case.limits(RULES[0])
+    selection = case.choose(limits)
     heads = case.kv_heads * case.group
 
     def choice(name: str, **changed: object) -> None:
         arguments = {
             "query": case.query, "keys": case.keys, "empty": case.empty, "host_logits": case.host_logits,
-            "lengths": case.lengths, "rule": RULES[0], "scale": 1.0,
+            "limits": limits, "scale": 1.0,
         }  # fmt: skip
         with pytest.raises(ValueError, match=name):
             choose_rows(**{**arguments, **changed})
@@ -374,10 +450,19 @@ def test_wrong_arguments_are_named() -> None:
     choice("host_logits", host_logits=case.host_logits[:, :5])
     choice("host_logits", host_logits=case.host_logits.double())
     choice("host_logits", host_logits=case.host_logits.transpose(1, 2).contiguous().transpose(1, 2))
-    choice("lengths", lengths=[100])
-    choice(r"lengths\[0\]", lengths=[104, 40])
-    choice(r"lengths\[1\]", lengths=[100, -1])
-    choice("mass", rule=KeepRule(None, float("nan"), 0))
+    choice(r"len\(scored\)=1", limits=replace(limits, scored=[100], most=[20]))
+    choice(r"len\(least\)=3", limits=replace(limits, least=[1, 1, 1]))
+    choice(r"scored\[0\]=104", limits=replace(limits, scored=[104, 40]))
+    choice(r"scored\[1\]=-1", limits=replace(limits, scored=[100, -1]))
+    choice(r"least\[1\]=-1", limits=replace(limits, least=[0, -1]))
+    choice(r"most\[0\]=-3", limits=replace(limits, most=[-3, 1]))
+    choice(r"most\[1\]", limits=replace(limits, most=[3, 1 << 31]))
+    choice("mass", limits=replace(limits, mass=float("nan")))
+    for extra in (999, 0, -1000, 1 << 31):
+        choice(f"extra_thousandths={extra}", limits=replace(limits, extra_thousandths=extra))
+    p = torch.empty(2, case.kv_heads, case.host_logits.shape[2])
+    for wrong in (p[..., 1:].contiguous(), p[:1], p.double(), p.to("meta"), p.transpose(1, 2).contiguous().mT):
+        choice("probabilities", probabilities=wrong)
     attention("values", values=case.values[:, :, :5])
     attention("host_keys", host_keys=None)
     attention("host_keys", host_keys=case.host_keys[:1])
@@ -427,11 +512,12 @@ def run_between_guards(isa: str) -> None:
                         logits = between_guards(rng.random((group, rows), np.float32), at_end)
                         out = [between_guards(np.zeros(kept, t), at_end) for t in (np.int64, np.bool_)]
                         most = min(kept, rows)
+                        p = between_guards(np.zeros(rows, np.float32), at_end)
                         counts, masses = (between_guards(np.zeros(1, t), at_end) for t in (np.int64, np.float32))
                         shape, tensor = (1, group, 1, dim, rows, rows), (kv, kind, 0, 0, dim)
                         width = _C.choose(
-                            shape, (query, 0, dim), tensor, (empty, 0), (logits, 0, rows), 1.0, [rows], [0], [most],
-                            1.0, *out, counts, masses, isa,
+                            shape, (query, 0, dim), tensor, (empty, 0), (logits, 0, rows), 1.0, [rows], [0],
+                            [kept], 1.0, 1000, *out, counts, masses, p, isa,
                         )  # fmt: skip
                         assert width == most == ctypes.c_int64.from_address(counts).value
                         context = between_guards(np.zeros((group, dim), np.float32), at_end)

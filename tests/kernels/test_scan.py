@@ -48,6 +48,39 @@ def test_thread_counts_and_many_chunks(threads):
         run(ScanCase("float16", [9001, 5, 4000], 3, 2, 128), isa, threads)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 9, 17])
+@pytest.mark.parametrize("key_type", KEY_TYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_listed_rows(isa, key_type, group):
+    for head_dim, tier in ((8, 5000), (40, 1), (80, 700), (128, 3000), (256, 7)):
+        run(ScanCase(key_type, [0, 1, 63, 64, 65, 1003], 2, group, head_dim, tier=tier), isa)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("key_type", KEY_TYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_listed_rows_of_strided_keys(isa, key_type, layout):
+    for gap in (1, 24, 4096):
+        run(ScanCase(key_type, [100, 37], 3, 3, 64, layout=layout, gap=gap, tier=150), isa)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 3])
+def test_lists_of_many_chunks(threads):
+    for isa in ISAS:
+        run(ScanCase("float16", [9001, 5, 4000], 3, 2, 128, tier=12000), isa, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_list_of_all_rows_in_order_gives_the_same_logits(isa):
+    case = ScanCase("bfloat16", [500, 77], 2, 4, 128)
+    run(case, isa)
+    want = case.out.copy()
+    case.forget()
+    case.tier = 500  # the rows are 0, 1, 2, ...
+    run(case, isa)
+    np.testing.assert_array_equal(case.out, want)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_sequences_may_share_keys(isa):
     case = ScanCase("float32", [50, 50], 2, 2, 64)
@@ -86,6 +119,7 @@ def test_every_16_bit_key_is_converted_exactly(isa, key_type):
     gap=st.integers(0, 70),
     offset=st.integers(0, 33),
     scale=st.floats(-4, 4, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3),
+    tier=st.just(0) | st.integers(1, 2000),
 )
 def test_any_shape(isa, threads, **shape):
     run(ScanCase(**shape), isa, threads)

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hybridgen import _C
+from hybridgen.offload.host_memory import HostBuffer
+from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, Ticket
+from hybridgen.telemetry import Telemetry
 from tests.kernels.scan_case import ScanCase
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +116,17 @@ def test_held_job_reads_the_query_when_it_starts(worker, case):
     case.query[:] = 0
     job = case.submit(worker, hold=True)
     case.query[:] = query
+    worker.start(job)
+    worker.wait(job)
+    case.check()
+
+
+def test_held_job_reads_its_rows_when_it_starts(worker):
+    case = ScanCase("float16", [700, 0, 65], 2, 3, 64, tier=900)
+    rows = case.rows.copy()
+    case.rows[:] = np.iinfo(np.int32).max
+    job = case.submit(worker, hold=True)
+    case.rows[:] = rows
     worker.start(job)
     worker.wait(job)
     case.check()
@@ -348,6 +364,9 @@ def test_ctrl_c_ends_a_wait():
         ({"out_strides": (9, 10)}, r"out_strides\[0\] \(batch\)=9: must be at least the longest length, 10"),
         ({"out_strides": (60, 9)}, r"out_strides\[1\] \(head\)=9: must be at least the longest length, 10"),
         ({"scale": float("nan")}, "scale=nan: must be finite"),
+        ({"rows": 4098, "rows_stride": 10}, "rows=4098: .* a multiple of 4"),
+        ({"rows": 4096}, "rows_stride=0: must be at least the longest length, 10"),
+        ({"rows": 4096, "rows_stride": 9}, "rows_stride=9: must be at least the longest length, 10"),
     ],
 )
 def test_wrong_arguments(change, message):
@@ -358,6 +377,7 @@ def test_wrong_arguments(change, message):
     }  # fmt: skip
     worker = _C.ScanWorker(1)
     worker.submit(**good)  # held, so nothing is read
+    worker.submit(**good, rows=4096, rows_stride=10)
     with pytest.raises(ValueError, match=message):
         worker.submit(**(good | change))
 
@@ -366,3 +386,78 @@ def test_wrong_arguments(change, message):
 def test_wrong_thread_count(threads):
     with pytest.raises(ValueError, match=f"threads={threads}: must be between 0 and 1024"):
         _C.ScanWorker(threads)
+
+
+class Layer:
+    """Host keys, a query and lists of rows for a LogitWorker; B = 2, Hkv = 2, G = 3, d = 64, N = 300."""
+
+    def __init__(self, transfer_kind, threads=1):
+        self.lengths = [40, 7]
+        self.telemetry = Telemetry()
+        self.transfer = transfer_kind(self.telemetry)
+        self.worker = LogitWorker(threads, [], self.transfer, torch.device("cpu"))
+        keys = torch.randn(2, 2, 300, 64).half()
+        self.keys = HostBuffer(keys, keys)
+        self.query = torch.randn(2, 6, 64)
+        self.listed = torch.randint(0, 300, (2, 2, 40), dtype=torch.int32)
+        host = torch.full_like(self.listed, 299)
+        self.rows = HostBuffer(host, host)
+
+    def submit(self, **changed):
+        good = {
+            "query": self.query, "keys": self.keys, "lengths": self.lengths, "scale": 0.5, "layer": 0,
+            "rows": self.rows, "rows_copied": None,
+        }  # fmt: skip
+        return self.worker.submit(**(good | changed))
+
+    def check(self, logits, lengths, rows=None):
+        assert logits.shape == (2, 6, max(lengths)) and logits.dtype == torch.float32
+        for b, length in enumerate(lengths):
+            for head in range(6):
+                keys = self.keys.tensor[b, head // 3].double()
+                keys = keys[:length] if rows is None else keys[rows[b, head // 3, :length].long()]
+                want = 0.5 * keys @ self.query[b, head].double()
+                torch.testing.assert_close(logits[b, head, :length].double(), want, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("transfer_kind", [ImmediateTransfer, LazyTransfer])
+def test_logit_worker_scans_listed_rows(transfer_kind, threads):
+    """And all rows again with the same buffers; bytes count what was scanned."""
+    layer = Layer(transfer_kind, threads)
+    copied = layer.transfer.copy(layer.rows.device_view, layer.listed, "d2h")
+    ticket = layer.submit(rows_copied=copied)
+    layer.check(ticket.logits(), layer.lengths, layer.listed)
+    assert layer.telemetry.bytes_moved["cpu_read"] == (40 + 7) * 2 * 64 * 2
+    ticket.release(Ticket())
+
+    full = layer.submit(lengths=[300, 250], rows=None)
+    assert full._buffers is ticket._buffers
+    layer.check(full.logits(), [300, 250])
+    full.release(Ticket())
+    assert layer.telemetry.bytes_moved["cpu_read"] == (40 + 7 + 300 + 250) * 2 * 64 * 2
+
+    again = layer.submit(lengths=[0, 3])  # the rows are there already
+    layer.check(again.logits(), [0, 3], layer.listed)
+    again.release(Ticket())
+    none = layer.submit(lengths=[0, 0])
+    assert none.logits().shape == (2, 6, 0)
+    layer.worker.close()
+
+
+def test_logit_worker_names_wrong_rows():
+    layer = Layer(ImmediateTransfer)
+    rows = layer.rows.tensor
+    for wrong, message in (
+        (rows.long(), "rows: torch.int64"),
+        (rows.transpose(0, 1), "rows: .* contiguous"),
+        (rows[:1], "rows: shape .* does not match keys"),
+        (rows[:, 0].contiguous(), "rows: shape .* does not match keys"),
+        (rows[..., :39].contiguous(), r"lengths: \[40, 7\] do not fit rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.submit(rows=HostBuffer(wrong, wrong))
+    wide = torch.zeros(2, 2, 400, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"lengths: .* do not fit keys"):  # the logits' buffer is as wide as the keys
+        layer.submit(lengths=[301, 7], rows=HostBuffer(wide, wide))
+    layer.worker.close()

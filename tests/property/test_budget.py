@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridgen.selection.budget import cap, choose, group_probabilities, most_kept
+from hybridgen.selection.budget import KeepLimits, cap, choose, group_probabilities, keep_limits, most_kept
 from hybridgen.types import KeepRule
 
 UNIT = 4096
@@ -22,56 +22,66 @@ UNIT = 4096
 
 @dataclass
 class Case:
-    """Probabilities in units of 1/4096: host[b][h] of sequence b and KV head h, and local[b][h]."""
+    """Probabilities in units of 1/4096: host[b][h], of the scored rows of sequence b and KV head h, and local[b][h].
+
+    unscored: how many rows more each sequence's host tier holds.
+    """
 
     rule: KeepRule
     host: list[list[list[int]]]
     local: list[list[int]]
+    unscored: list[int] | None = None
+    extra_thousandths: int = 1000
 
     @property
-    def lengths(self) -> list[int]:
+    def scored(self) -> list[int]:
         return [len(sequence[0]) for sequence in self.host]
 
+    @property
+    def host_lengths(self) -> list[int]:
+        return [n + more for n, more in zip(self.scored, self.unscored or [0] * len(self.host), strict=True)]
+
+    @property
+    def limits(self) -> KeepLimits:
+        scored = None if self.unscored is None else self.scored
+        return keep_limits(self.rule, self.host_lengths, scored, self.extra_thousandths / 1000)
+
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        longest = max(self.lengths)
+        longest = max(self.scored)
         padded = [[[*head, *[0] * (longest - len(head))] for head in sequence] for sequence in self.host]
         return torch.tensor(padded) / UNIT, torch.tensor(self.local) / UNIT
 
 
-def plain_count(rule: KeepRule, host: list[int], local: int) -> int:
-    """K of one KV head: contracts.md, 'What is kept'."""
-    length = len(host)
+def plain_count(rule: KeepRule, host: list[int], local: int, host_length: int, extra_thousandths: int) -> int:
+    """K of one KV head: contracts.md, 'What is kept', then `extra`, then no more than was scored (`host`)."""
     if rule.keep is None:
-        most = length
+        most = host_length
     elif isinstance(rule.keep, int):
         most = rule.keep
     else:
-        most = math.ceil(Fraction(repr(rule.keep)) * length)
-    if rule.mass is None:
-        return min(length, max(rule.min_keep, most))
-    if rule.mass == 1.0:  # a softmax is never 0, so all of the mass is all of the tokens
-        return min(length, max(rule.min_keep, most))
-    best = sorted(host, reverse=True)
-    fewest = next(
-        (n for n in range(length + 1) if Fraction(local + sum(best[:n]), UNIT) >= Fraction(repr(rule.mass))),
-        length,
-    )
-    return min(length, max(rule.min_keep, min(fewest, most)))
+        most = math.ceil(Fraction(repr(rule.keep)) * host_length)
+    fewest = host_length
+    if rule.mass is not None and rule.mass < 1.0:  # a softmax is never 0, so all of the mass is all of the tokens
+        best = sorted(host, reverse=True)
+        reached = (Fraction(local + sum(best[:n]), UNIT) >= Fraction(repr(rule.mass)) for n in range(len(host) + 1))
+        fewest = next((n for n, enough in enumerate(reached) if enough), host_length)
+    own = min(host_length, max(rule.min_keep, min(fewest, most)))
+    return min(len(host), math.ceil(Fraction(own * extra_thousandths, 1000)))
 
 
 def compare(case: Case) -> list[int]:
     """Check `choose` on one case; the counts that were expected."""
     host_p, local_p = case.tensors()
     before = host_p.clone()
-    selection = choose(case.rule, host_p, local_p, case.lengths)
+    selection = choose(case.limits, host_p, local_p)
     assert torch.equal(host_p, before), "the probabilities are the caller's"
-    assert selection.host_lengths == case.lengths
+    assert selection.host_lengths == case.scored
     assert selection.rows.dtype == selection.counts.dtype == torch.int64
     assert selection.rows.shape[:2] == selection.counts.shape == selection.mass.shape == local_p.shape
     expected: list[int] = []
     for b, sequence in enumerate(case.host):
         for h, head in enumerate(sequence):
-            count = plain_count(case.rule, head, case.local[b][h])
+            count = plain_count(case.rule, head, case.local[b][h], case.host_lengths[b], case.extra_thousandths)
             order = sorted(range(len(head)), key=lambda row, p=head: (-p[row], row))
             assert int(selection.counts[b, h]) == count, f"count of sequence {b}, head {h}"
             assert selection.rows[b, h, :count].tolist() == order[:count]
@@ -81,7 +91,7 @@ def compare(case: Case) -> list[int]:
             assert float(selection.mass[b, h]) == float(mass)
             expected.append(count)
     if expected:
-        assert selection.rows.shape[2] >= max(expected)
+        assert max(expected) <= selection.rows.shape[2] <= case.limits.widest
     return expected
 
 
@@ -98,7 +108,10 @@ def cases(draw: st.DrawFn) -> Case:
     keep = draw(st.one_of(st.none(), fraction, st.integers(1, 60)))
     masses = st.one_of(fraction, st.integers(1, UNIT).map(lambda units: units / UNIT))
     mass = draw(masses if keep is None else st.one_of(st.none(), masses))
-    return Case(KeepRule(keep, mass, draw(st.sampled_from([0, 0, 1, 5, 64]))), host, local)
+    rule = KeepRule(keep, mass, draw(st.sampled_from([0, 0, 1, 5, 64])))
+    more = st.sampled_from([0, 1, 20, 300])
+    unscored = draw(st.one_of(st.none(), st.lists(more, min_size=len(lengths), max_size=len(lengths))))
+    return Case(rule, host, local, unscored, draw(st.sampled_from([1000, 1000, 1001, 1300, 2500, 4000])))
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -141,8 +154,51 @@ def test_mass_that_cannot_be_reached_keeps_all() -> None:
     assert compare(Case(KeepRule(None, 0.99, 0), [[[5, 0, 5]]], [[100]])) == [3]
 
 
+@pytest.mark.parametrize(
+    ("rule", "unscored", "extra_thousandths", "expected"),
+    [
+        (KeepRule(0.3, None, 0), 0, 1500, 5),  # ceil(1.5 x 3)
+        (KeepRule(0.3, None, 0), 0, 1001, 4),
+        (KeepRule(4, None, 0), 0, 4000, 10),  # never more than there is
+        (KeepRule(0.3, None, 0), 10, 1000, 6),  # by the host's length, not by what was scored
+        (KeepRule(0.3, None, 0), 10, 1500, 9),
+        (KeepRule(0.3, None, 0), 90, 1000, 10),  # but only scored rows can be kept
+        (KeepRule(None, (2048 + 401) / UNIT, 0), 90, 1000, 2),
+        (KeepRule(None, (2048 + 401) / UNIT, 0), 0, 2500, 5),  # the mass's own number, then the extra
+        (KeepRule(0.1, (2048 + 401) / UNIT, 0), 0, 3000, 3),  # the cap binds the mass, not the extra
+        (KeepRule(None, 0.5, 0), 0, 4000, 0),
+        (KeepRule(None, 0.5, 50), 90, 1000, 10),  # a floor above what was scored
+        (KeepRule(None, 4095 / UNIT, 0), 90, 1000, 6),
+    ],
+)
+def test_extra_and_scored_by_hand(rule: KeepRule, unscored: int, extra_thousandths: int, expected: int) -> None:
+    """The rows of `test_counts_by_hand`, of a host tier that may be longer."""
+    host = [200, 0, 400, 400, 0, 400, 300, 0, 348, 0]
+    assert compare(Case(rule, [[host]], [[2048]], [unscored], extra_thousandths)) == [expected]
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(KeepRule(None, 0.9, 0), 6), (KeepRule(0.04, 0.9, 0), 4)])
+def test_mass_that_the_scored_rows_do_not_hold(rule: KeepRule, expected: int) -> None:
+    """The rule's number is then the most that it allows, for a host of 100; six rows were scored."""
+    assert compare(Case(rule, [[[50, 0, 40, 30, 20, 10]]], [[2048]], [94])) == [expected]
+
+
+def test_nothing_scored() -> None:
+    limits = keep_limits(KeepRule(0.5, None, 4), [100, 30], [0, 0], 2.0)
+    assert limits.widest == 0
+    selection = choose(limits, torch.zeros(2, 3, 0), torch.ones(2, 3))
+    assert selection.rows.shape == (2, 3, 0) and not selection.counts.any()
+
+
+def test_limits_of_a_million_rows() -> None:
+    """The product count x thousandths passes 2^31."""
+    limits = keep_limits(KeepRule(None, None, 0), [1 << 20], None, 4.0)
+    assert limits.kept(600_000, 1 << 20) == 1 << 20 and limits.kept(100_000, 1 << 20) == 400_000
+
+
 def test_equal_rows_go_by_position() -> None:
-    selection = choose(KeepRule(3, None, 0), torch.full((1, 1, 50), 0.01), torch.tensor([[0.5]]), [50])
+    limits = keep_limits(KeepRule(3, None, 0), [50])
+    selection = choose(limits, torch.full((1, 1, 50), 0.01), torch.tensor([[0.5]]))
     assert selection.rows[0, 0].tolist() == [0, 1, 2]
 
 
@@ -152,7 +208,7 @@ def test_an_empty_host_beside_a_full_one(rule: KeepRule) -> None:
 
 
 def test_all_hosts_empty() -> None:
-    selection = choose(KeepRule(None, 0.9, 4), torch.zeros(2, 1, 0), torch.ones(2, 1), [0, 0])
+    selection = choose(keep_limits(KeepRule(None, 0.9, 4), [0, 0]), torch.zeros(2, 1, 0), torch.ones(2, 1))
     assert selection.counts.tolist() == [[0], [0]]
     assert selection.mass.tolist() == [[1.0], [1.0]]
 

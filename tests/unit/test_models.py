@@ -215,4 +215,4 @@ def test_decode_checks_before_it_changes_anything(tmp_path: Path) -> None:
         llm.decode(batch, [1, 1])
         with pytest.raises(ValueError, match="sequence 0 has reached its capacity of 4"):
             llm.decode(batch, [1, 1])
-        assert batch.lengths == [4, 4] and batch.steps == 1
+        assert batch.lengths == [4, 4] and len(batch.plans) == 1

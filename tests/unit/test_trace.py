@@ -116,6 +116,7 @@ def test_bytes_belong_to_the_span_in_which_they_are_counted() -> None:
     step = telemetry.end_step()
     assert {span.stage: span.bytes for span in step.spans} == {"fetch": 70, "inner": 8}
     assert step.bytes_moved == {"h2d": 171, "d2h": 8}
+    assert step.stage_bytes == {"fetch": 70, "inner": 8}
 
 
 # The file
@@ -172,7 +173,7 @@ def test_every_stage_is_in_its_row(trace: dict[str, Any]) -> None:
         rows[event["cat"]].add(event["name"])
     assert rows == {
         "step": {"step"},
-        "compute": {"predict", "qkv", "attention", "mlp", "lm_head"},
+        "compute": {"predict", "qkv", "link_wait", "attention", "mlp", "lm_head"},
         "beside": {"choose", "fetch"},
         "scan worker": {"scan"},
         "host": {"scan_wait"},
@@ -227,7 +228,7 @@ def test_a_scan_begins_where_the_one_before_ends() -> None:
         TracedSpan("scan", 2, "scan worker", 10.5, 12.0, 0),
         TracedSpan("scan", 3, "scan worker", 13.0, 14.0, 0),
     )
-    trace = build_trace([StepTimings(5e3, {}, {}, 10.0, spans)], {})
+    trace = build_trace([StepTimings(5e3, {}, {}, start_s=10.0, spans=spans)], {})
     scans = [(e["ts"], e["dur"]) for e in complete(trace) if e["name"] == "scan"]
     assert scans == [(0.0, 1e6), (1e6, 1e6), (3e6, 1e6)]
 

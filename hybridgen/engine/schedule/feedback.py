@@ -42,6 +42,8 @@ SMALL_CHANGE = 1.1  # a raise of K below this factor is not worth a change
 TARGET_SLACK = 0.8  # with --target-ms: from this share of it downwards there is time to spare
 
 WARM_UP = 1  # steps that are not counted: the first one of a request allocates and compiles
+OUTLIER = 3.0  # a step that takes so many times the last one says nothing of its plan: a kernel was compiled, say
+MOST_OUTLIERS = 2  # on end; then it is how things are
 PATIENCE = 2
 HOLD = 32
 MASS_OF_FULL_SCAN = 0.98  # with --keep alone: share of what a full scan's top K covers
@@ -91,6 +93,7 @@ class FeedbackSchedule:
         self._host_tokens = 0.0
         self._floor_share = RunningAverages(FLOOR_WEIGHT)  # of the host: a property of the text, not of the plan
         self._warm_up = WARM_UP
+        self._last_ms, self._outliers = 0.0, 0
         self._hold, self._next_hold = 0, HOLD
         self._times = RunningAverages(TIME_WEIGHT)
         self._coverage = RunningAverages(MASS_WEIGHT)  # by level, this one and the next
@@ -116,6 +119,10 @@ class FeedbackSchedule:
         if self._warm_up:
             self._warm_up -= 1
             return
+        if self._last_ms and observation.step_ms > OUTLIER * self._last_ms and self._outliers < MOST_OUTLIERS:
+            self._outliers += 1
+            return
+        self._last_ms, self._outliers = observation.step_ms, 0
         self._times.add(
             scan=observation.scan_ms,
             scan_wait=observation.scan_wait_ms,

@@ -1,0 +1,241 @@
+"""The feedback scheduler over decode steps: what it plans, and what the stages then take (paper, figures 21-22).
+
+    python experiments/feedback_steps.py run --model opt-13b --seq 32k --out steps.json
+    python experiments/feedback_steps.py plot steps.json --out steps.png
+
+Phases: alone; with half of the cores kept busy by other processes; alone again; then turns of 2k tokens, each followed
+by decode steps. `run` prints when the plan settled in each phase and the least K; `plot` needs matplotlib (extra
+`experiments`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hybridgen.cli import parse_keep, parse_tokens
+from hybridgen.engine.llm import LLM
+from hybridgen.engine.report import current_commit, describe_machine
+from hybridgen.engine.sampler import Sampler
+from hybridgen.engine.schedule import Schedule, StepObservation, controlled_layers
+from hybridgen.engine.scheduling import keep_rule, make_schedule
+from hybridgen.evaluation.document import hidden_fact_document
+from hybridgen.selection.budget import most_kept
+from hybridgen.types import StepPlan
+
+
+class Recorder:
+    """Writes down what the schedule is told, and hands it on."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.observed: list[StepObservation] = []
+
+    def plan(self, step: int) -> StepPlan:
+        return self.schedule.plan(step)
+
+    def observe(self, observation: StepObservation) -> None:
+        self.observed.append(observation)
+        self.schedule.observe(observation)
+
+
+_BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+
+
+@contextmanager
+def half_of_the_cores_busy() -> Iterator[None]:
+    """One endless loop on each core of the upper half."""
+    cores = sorted(os.sched_getaffinity(0))
+    loops = [
+        subprocess.Popen([sys.executable, "-c", _BURN, str(core)], stdout=subprocess.PIPE)
+        for core in cores[len(cores) // 2 :]
+    ]
+    try:
+        for loop in loops:
+            assert loop.stdout is not None
+            loop.stdout.readline()  # it burns
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Decode through all phases and write one JSON."""
+    overrides: dict[str, Any] = {
+        "model.weights": arguments.weights,
+        "schedule.mode": "feedback",
+        "selection.keep": arguments.keep,
+        "selection.keep_mass": arguments.keep_mass,
+        "selection.min_keep": arguments.min_keep,
+    }
+    phases = [
+        ("alone", 0, arguments.steps),
+        ("half of the cores busy", 0, arguments.steps),
+        ("alone again", 0, arguments.steps),
+        *((f"after turn {turn + 1}", arguments.turn, 32) for turn in range(arguments.turns)),
+    ]
+    total = arguments.seq + sum(tokens + steps for _, tokens, steps in phases)
+    with LLM(arguments.model, overrides) as llm:
+        guarded = llm.weights.kind != "random"
+        recorder = Recorder(make_schedule(llm.config, llm.modes, not guarded))
+        batch = llm.new_batch([total], recorder)
+        generator = random.Random(0)
+
+        def prompt(tokens: int) -> list[int]:
+            if guarded:
+                return hidden_fact_document(llm.tokenizer, tokens, seed=generator.randrange(1000)).ids
+            return [generator.randrange(llm.spec.vocab_size) for _ in range(tokens)]
+
+        sampler = Sampler(llm.config.sampling, llm.device, 0)
+        tokens = sampler(llm.prefill(batch, [prompt(arguments.seq)]))
+        of_phase: list[str] = []
+        with tqdm(total=sum(steps for *_, steps in phases), desc="decode", unit="step", disable=None) as bar:
+
+            def decode(name: str, steps: int) -> None:
+                nonlocal tokens
+                for _ in range(steps):
+                    llm.telemetry.begin_step()
+                    tokens = sampler(llm.decode(batch, tokens))
+                    tokens.tolist()  # waits
+                    llm.observe(batch, llm.telemetry.end_step())
+                    of_phase.append(name)
+                    bar.update(1)
+
+            for name, turn, steps in phases:
+                if turn:
+                    tokens = sampler(llm.prefill(batch, [prompt(turn)]))
+                if name == "half of the cores busy":
+                    with half_of_the_cores_busy():
+                        decode(name, steps)
+                else:
+                    decode(name, steps)
+        layer = controlled_layers(llm.modes)
+        steps_out = []
+        for name, observed, plan in zip(of_phase, recorder.observed, batch.plans, strict=True):
+            common = next((p for p in (plan.layers[i] for i in layer) if not p.trial_tokens), plan.layers[layer[0]])
+            floor = most_kept(keep_rule(llm.config), int(observed.host_tokens))
+            steps_out.append(
+                {"phase": name, "mode": common.mode, "scan_tokens": common.scan_tokens, "extra": common.extra,
+                 "floor_of_rule": floor, **asdict(observed)}
+            )  # fmt: skip
+        result = {
+            "model": llm.spec.name, "weights": llm.weights.kind, "seq": arguments.seq, "config": llm.config.to_dict(),
+            "machine": describe_machine(llm), "commit": current_commit(), "steps": steps_out,
+        }  # fmt: skip
+    arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(summary(result))
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Per phase: the steps after which the plan did not change any more, medians before and after, the least K."""
+    heading = f"{'phase':<24} {'steps':>5} {'settled after':>13} {'ms/token first 8':>17} {'last 8':>8}"
+    lines = [f"{heading}  plan at the end"]
+    by_phase: dict[str, list[dict[str, Any]]] = {}
+    for step in result["steps"]:
+        by_phase.setdefault(step["phase"], []).append(step)
+    for name, steps in by_phase.items():
+        last = steps[-1]
+        settled = len(steps)
+        while settled and _plan_of(steps[settled - 1]) == _plan_of(last):
+            settled -= 1
+        first, end = (statistics.median(s["step_ms"] for s in part) for part in (steps[:8], steps[-8:]))
+        scan = "full scan" if last["scan_tokens"] is None else f"{last['scan_tokens']} candidates"
+        lines.append(
+            f"{name:<24} {len(steps):>5} {settled:>13} {first:>17.1f} {end:>8.1f}  {scan}, K x {last['extra']:g}"
+        )
+    steps = result["steps"]
+    by_mass = result["config"]["selection"]["keep_mass"] is not None
+    if not by_mass:
+        least = min(step["kept_tokens"] / step["floor_of_rule"] for step in steps if step["floor_of_rule"])
+        lines.append(f"least K over the floor's: {least:.4f}")
+    tried = [step for step in steps if step["covered_mass"] is not None and step["scan_tokens"] is not None]
+    if tried:
+        covered, full = (statistics.fmean(s[name] for s in tried) for name in ("covered_mass", "full_scan_mass"))
+        lines.append(f"mass covered by candidates, mean over tried layers: {covered:.4f}, by a full scan {full:.4f}")
+    return "\n".join(lines)
+
+
+def _plan_of(step: dict[str, Any]) -> tuple[Any, ...]:
+    return step["mode"], step["scan_tokens"], step["extra"]
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Scan size, K, stage times and step time over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    result = json.loads(arguments.file.read_text(encoding="utf-8"))
+    steps = result["steps"]
+    x = range(len(steps))
+    figure, (above, middle, below) = plt.subplots(3, 1, figsize=(9, 8), sharex=True)
+    above.plot(x, [s["host_tokens"] for s in steps], color="0.6", label="host tier")
+    above.step(x, [s["scanned_tokens"] for s in steps], where="mid", label="scored (full scan: Post-QKT)")
+    above.step(x, [s["kept_tokens"] for s in steps], where="mid", label="kept, K")
+    above.set_ylabel("tokens a KV head")
+    for name, label in (("scan_ms", "CPU: scan"), ("link_ms", "link: fetch"), ("gpu_ms", "GPU: own work"),
+                        ("scan_wait_ms", "wait for the scan")):  # fmt: skip
+        middle.plot(x, [s[name] for s in steps], label=label)
+    middle.set_ylabel("ms a layer")
+    middle.set_ylim(0, 1.5 * statistics.quantiles([s["scan_ms"] for s in steps], n=20)[-1])
+    below.plot(x, [s["step_ms"] for s in steps], color="black")
+    below.set_ylim(0, 1.5 * statistics.quantiles([s["step_ms"] for s in steps], n=20)[-1])
+    below.set_ylabel("ms a token")
+    below.set_xlabel("decode step")
+    names = [s["phase"] for s in steps]
+    for axis in (above, middle, below):
+        for start in (i for i in x if i == 0 or names[i] != names[i - 1]):
+            axis.axvline(start, color="0.8", linewidth=0.8)
+            if axis is above:
+                axis.text(start, axis.get_ylim()[1], " " + names[start], fontsize=7, va="top")
+        if axis is not below:
+            axis.legend(fontsize=7, loc="center right")
+    machine = result["machine"]
+    where = machine["gpu"] or f"{machine['cores']} CPU cores"
+    figure.suptitle(f"{result['model']} ({result['weights']} weights), {result['seq']} tokens, {where}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(arguments.out, dpi=150)
+    print(arguments.out)
+
+
+def main() -> None:
+    """Parse and do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    runs = commands.add_parser("run")
+    runs.add_argument("--model", default="smollm2-135m")
+    runs.add_argument("--weights", default="auto")
+    runs.add_argument("--seq", type=parse_tokens, default=4096)
+    runs.add_argument("--keep", type=parse_keep)
+    runs.add_argument("--keep-mass", type=float)
+    runs.add_argument("--min-keep", type=int, default=64)
+    runs.add_argument("--steps", type=int, default=48, help="of each of the first three phases")
+    runs.add_argument("--turns", type=int, default=2)
+    runs.add_argument("--turn", type=parse_tokens, default=2048, help="tokens of a turn")
+    runs.add_argument("--out", type=Path, required=True)
+    runs.set_defaults(do=run)
+    plots = commands.add_parser("plot")
+    plots.add_argument("file", type=Path)
+    plots.add_argument("--out", type=Path, required=True)
+    plots.set_defaults(do=plot)
+    arguments = parser.parse_args()
+    arguments.do(arguments)
+
+
+if __name__ == "__main__":
+    main()

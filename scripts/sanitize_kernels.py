@@ -1,0 +1,185 @@
+"""Each Triton kernel at a handful of odd sizes against its torch twin: a program for NVIDIA's sanitizer.
+
+    compute-sanitizer --tool memcheck python3 scripts/sanitize_kernels.py      (or racecheck)
+
+Under TRITON_INTERPRET=1 it runs on the CPU, as a test does. Prints OK, or ends with the first assertion that failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from pathlib import Path
+
+# torch's caching allocator hands out pieces of large blocks: an access past a tensor's end would go unseen.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
+from hybridgen.attention.decode_kernel import attend_rows
+from hybridgen.offload.fetch_kernel import fetch_rows
+from hybridgen.offload.host_memory import HostSlab, padded_bytes
+from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits
+from hybridgen.selection.choose_kernel import choose_rows
+from hybridgen.types import KeepRule
+
+MASS_TOLERANCE = 1e-5  # of a float32 sum over thousands of rows
+
+# batch, KV heads, query heads of each, scored rows, local rows, whether many rows are equal
+CHOICE_SHAPES = [(1, 2, 1, 128, 30, False), (1, 1, 1, 97, 3, True), (3, 1, 3, 193, 70, True), (2, 2, 4, 64, 5, False)]
+CHOICE_SHAPES += [(1, 1, 2, 5000, 7, True)]  # more than one block
+# rule, how many times longer than what is scored the host is, extra
+CHOICES = [
+    (KeepRule(0.1, None, 8), 1, 1.0),
+    (KeepRule(0.3, None, 0), 2, 1.5),
+    (KeepRule(5, None, 0), 1, 4.0),
+    (KeepRule(None, None, 0), 3, 1.001),
+    (KeepRule(None, 1.0, 0), 1, 1.0),
+    (KeepRule(None, 0.9, 0), 1, 1.0),
+    (KeepRule(None, 0.9, 7), 2, 1.3),
+    (KeepRule(0.3, 0.95, 64), 1, 1.0),
+    (KeepRule(0.1, 0.95, 300), 4, 2.5),  # a floor above what is scored
+    (KeepRule(None, 1e-6, 0), 1, 3.0),  # the local rows hold it
+]
+
+# batch, query heads, KV heads, channels
+ATTENTION_SHAPES = [(1, 2, 2, 128), (3, 4, 2, 80), (2, 3, 1, 64)]
+
+
+def main() -> int:
+    """Check all of them; returns the exit status."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not interpreted and not torch.cuda.is_available():
+        print("sanitize_kernels: no CUDA device (TRITON_INTERPRET=1 runs it on the CPU)", file=sys.stderr)
+        return 2
+    device = torch.device("cpu") if interpreted else torch.device("cuda", 0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator(device).manual_seed(0)
+    for check in (check_choices, check_nothing_to_choose, check_mass_out_of_reach, check_fetches, check_attention):
+        check(device, generator)
+        print(check.__name__, flush=True)
+    print("OK")
+    return 0
+
+
+def check_choices(device: torch.device, generator: torch.Generator) -> None:
+    """By count and by mass, grouped queries, ragged batches, with ties and without."""
+    for batch, heads, group, rows, local_rows, ties in CHOICE_SHAPES:
+        scored = [max(0, rows - 61 * index) for index in range(batch)]
+        host = 3 * torch.randn(batch, heads, group, rows, generator=generator, device=device)
+        local = torch.randn(batch, heads, group, local_rows, generator=generator, device=device)
+        if ties:
+            host, local = host.round(), local.round()
+        local[..., ::3] = -math.inf
+        for rule, longer, extra in CHOICES:
+            limits = keep_limits(rule, [longer * n for n in scored], scored, extra)
+            check_choice(local, host, limits)
+
+
+def check_choice(local: Tensor, host: Tensor, limits: KeepLimits) -> None:
+    """host: what lies beyond `limits.scored` is overwritten with NaN, and must not be read."""
+    clean = host.clone()
+    for b, scored in enumerate(limits.scored):
+        host[b, ..., scored:] = math.nan
+        clean[b, ..., scored:] = 0.0
+    wanted_p, local_p = group_probabilities(local, clean, limits.scored)
+    found, p = choose_rows(local, host, limits)
+    torch.testing.assert_close(p, wanted_p, rtol=1e-4, atol=1e-7)
+    twin = choose(limits, p, local_p)
+    assert found.host_lengths == limits.scored and found.rows.shape[2] == limits.widest
+
+    # On the CPU from here: one copy for hundreds of looks.
+    p, local_p, rows, counts = p.cpu(), local_p.cpu(), found.rows.cpu(), found.counts.cpu()
+    padding, mass, twin_counts = found.padding.cpu(), found.mass.cpu(), twin.counts.cpu()
+    for b, h in itertools.product(range(p.shape[0]), range(p.shape[1])):
+        scored, count = limits.scored[b], int(counts[b, h])
+        best = torch.sort(p[b, h, :scored], descending=True, stable=True)
+        held = torch.cat((local_p[b, h].view(1), best.values)).double().cumsum(0)
+        fewest, most = _allowed_counts(limits, b, held)
+        where = (limits, b, h, fewest, count, int(twin_counts[b, h]), most)
+        assert fewest <= count <= most and fewest <= int(twin_counts[b, h]) <= most, where
+        kept = sorted(best.indices[:count].tolist())
+        assert rows[b, h].tolist() == kept + [0] * (limits.widest - count), where
+        assert padding[b, h, 0].tolist() == [i >= count for i in range(limits.widest)], where
+        assert abs(float(mass[b, h] - local_p[b, h] - p[b, h, kept].sum())) < MASS_TOLERANCE, where
+
+
+def _allowed_counts(limits: KeepLimits, sequence: int, held: Tensor) -> tuple[int, int]:
+    """The least and the largest K: they differ where the mass lies on a row's edge. held[n]: the mass of n rows."""
+    least, most, scored = (values[sequence] for values in (limits.least, limits.most, limits.scored))
+    if limits.mass is None:
+        return limits.kept(most, scored), limits.kept(most, scored)
+    needed = [int((held < limits.mass + by).sum()) for by in (-MASS_TOLERANCE, MASS_TOLERANCE)]
+    own = [most if n == len(held) else min(max(n, least), most) for n in needed]
+    return limits.kept(own[0], scored), limits.kept(own[1], scored)
+
+
+def check_nothing_to_choose(device: torch.device, generator: torch.Generator) -> None:
+    """No row scored, or none wanted: an empty selection, and p all the same."""
+    for rows, scored, most in ((0, [0, 0], [9, 0]), (70, [0, 0], [9, 3]), (70, [70, 41], [0, 0])):
+        host = torch.randn(2, 3, 2, rows, generator=generator, device=device)
+        local = torch.randn(2, 3, 2, 11, generator=generator, device=device)
+        check_choice(local, host, KeepLimits(scored, most, most))
+    limits = KeepLimits([0, 41], [2, 0], [90, 90], 0.5, 1500)  # one of two sequences
+    check_choice(local, host, limits)
+
+
+def check_mass_out_of_reach(device: torch.device, generator: torch.Generator) -> None:
+    """Where the scored rows do not hold the mass, the count is the most that is allowed."""
+    host = torch.randn(3, 2, 2, 200, generator=generator, device=device)
+    host[..., 20:] = -300.0  # so unlikely that p is 0
+    local = torch.randn(3, 2, 2, 11, generator=generator, device=device)
+    for extra_thousandths in (1000, 1400):
+        limits = KeepLimits([200, 123, 1], [5, 0, 8], [60, 400, 90], 1.5, extra_thousandths)
+        selection, _ = choose_rows(local, host, limits)
+        expected = [min(200, 60 * extra_thousandths // 1000), 123, 1]
+        assert selection.counts.tolist() == [[k, k] for k in expected], selection.counts
+        check_choice(local, host, limits)
+
+
+def check_fetches(device: torch.device, generator: torch.Generator) -> None:
+    """Rows of one table or two, in host memory that the device reads."""
+    for dim, tables, kept in ((64, 1, 45), (80, 2, 45), (128, 2, 33), (8, 1, 1), (80, 2, 0)):
+        shape = (2, 3, 100, dim)
+        slab = HostSlab(tables * padded_bytes(shape, torch.float16), device)
+        sources = [slab.take(shape, torch.float16) for _ in range(tables)]
+        for source in sources:
+            source.tensor.copy_(torch.randn(shape, generator=generator, device=device))
+        rows = torch.randint(100, (2, 3, kept), generator=generator, device=device)
+        counts = torch.tensor([[kept, 0, min(kept, 7)], [min(kept, 1), max(kept - 1, 0), kept]], device=device)
+        targets = [torch.full((2, 3, kept, dim), -7.0, dtype=torch.float16, device=device) for _ in sources]
+        fetch_rows([source.device_view for source in sources], rows, counts, targets)
+        for source, target in zip(sources, targets, strict=True):
+            wanted = torch.gather(source.tensor, 2, rows.cpu().unsqueeze(-1).expand(-1, -1, -1, dim))
+            padding = torch.arange(kept) >= counts.cpu().unsqueeze(-1)
+            wanted[padding] = -7.0  # padding is left alone
+            assert torch.equal(target.cpu(), wanted), (dim, tables, kept)
+
+
+def check_attention(device: torch.device, generator: torch.Generator) -> None:
+    """One softmax over window and fetched rows; what is empty or padding holds NaN and is not read."""
+    for (batch, heads, kv_heads, dim), kept in itertools.product(ATTENTION_SHAPES, (0, 1, 70)):
+        query = torch.randn(batch, heads, dim, generator=generator, device=device)
+        keys, values = torch.randn(2, batch, kv_heads, 300, dim, generator=generator, device=device)
+        empty = torch.rand(batch, 1, 1, 300, generator=generator, device=device) < 0.5
+        counts = torch.randint(kept + 1, (batch, kv_heads), generator=generator, device=device)
+        fetched = list(torch.randn(2, batch, kv_heads, kept, dim, generator=generator, device=device))
+        padding = (torch.arange(kept, device=device) >= counts.unsqueeze(-1)).unsqueeze(2)
+        grouped = group_by_kv_head(query, kv_heads)
+        logits = [attention_logits(grouped, keys, empty, 0.3), attention_logits(grouped, fetched[0], padding, 0.3)]
+        expected = joint_attention(logits, [values, fetched[1]]).reshape(batch, heads, dim)
+        k, v = (t.masked_fill(empty.view(batch, 1, 300, 1), math.nan) for t in (keys, values))
+        fetched_k, fetched_v = (t.masked_fill(padding.transpose(2, 3), math.nan) if kept else None for t in fetched)
+        context, log_sum = attend_rows(query, k, v, empty, fetched_k, fetched_v, counts, 0.3)
+        torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-5)
+        total = torch.logsumexp(torch.cat(logits, -1), -1).reshape(batch, heads)
+        torch.testing.assert_close(log_sum, total, rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
