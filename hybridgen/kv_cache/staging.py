@@ -22,5 +22,11 @@ class Staging:
     def slot(self, layer: int, rows: int) -> list[Tensor]:
         """K and V, each contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
         batch, heads, head_dim = self._shape
+        room = self._slots.shape[2] // (batch * heads * head_dim)
+        if rows > room:
+            raise ValueError(
+                f"{rows} rows of each KV head are to be fetched, there is room for {room}: a plan keeps more "
+                "than schedule.mode and schedule.most_extra allow"
+            )
         keys, values = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
         return [keys.view(batch, heads, rows, head_dim), values.view(batch, heads, rows, head_dim)]

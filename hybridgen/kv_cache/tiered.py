@@ -55,7 +55,8 @@ class TieredKV:
         """One token a sequence: key, value [B, Hkv, d] into `slots` [B] (layout.slot of its position)."""
         self.keys[self._rows, :, slots] = key
         self.values[self._rows, :, slots] = value
-        self.empty[self._rows, 0, 0, slots] = False
+        # Not by an assignment: that would send the scalar from pageable memory, and wait for the stream.
+        self.empty.view(len(self.lengths), -1).scatter_(1, slots.unsqueeze(1), False)
         self.lengths = [length + 1 for length in self.lengths]
 
     def age(self) -> None:

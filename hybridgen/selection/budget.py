@@ -143,7 +143,9 @@ def per_sequence(values: list[int], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _cached_column(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device).view(-1, 1)
+    column = torch.tensor(values).view(-1, 1)
+    # From pinned memory, because a copy from pageable memory waits for the stream.
+    return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else column
 
 
 def nothing_to_choose(batch: int, num_kv_heads: int, device: torch.device) -> TokenSelection:

@@ -3,9 +3,10 @@
 One sequence at a time; the whole K and V history of every layer is kept, and everything is computed on it
 directly. It shares no code with the engine. Slow, and meant to be read next to contracts.md:
 
-* "What is kept": `cap`, `choose`
+* "What is kept": `cap`, `Rule`, `choose`
 * "Host tier and ageing": `prefill_host_length`, `ageing_threshold`
 * "select" / "logits" / "off" / "Exact layers": `DenseSimulation.decode`, `DenseSimulation._attend`
+* "Post-QKT" / "Pre-QKT", and plans that change from step to step: `Plan`, `Scan`, `name_candidates`
 * lookahead.md, "x" and "delta": `DenseSimulation._predicted_query`
 
 Where contracts.md leaves a choice, this file takes:
@@ -22,6 +23,15 @@ Where contracts.md leaves a choice, this file takes:
   is what `select` and `off` do, a softmax over the attended rows alone, whatever `dropped` says.
 * `delta`: the previous token's residual is the one that the cache was made with, by decode (with what was kept) or
   by the prefill, and its last chunk, that came last.
+* Pre-QKT, `recent and heavy`: half of the candidates are the youngest host rows, half those of the highest `lately`,
+  a moving average of p over the choices that scored them. A list stays until its size or the host changes, or a
+  full scan has come between; the sequences of a micro-batch renew theirs together.
+* p, and with it the mass, is over sinks, window and the scored rows alone. Candidates that hold less than the mass
+  are as good as no mass: the rule's largest number. K itself always counts by the whole host.
+* Candidates that would all be kept are not scored, except for `logits`, which needs their logits: there they are a
+  choice like any other, and `lately` moves.
+* `lately` outlives a further turn; rows that come to the host begin at 0.
+* `logits` with `dropped="share"`: rows that were not scored are in no denominator.
 """
 
 from __future__ import annotations
@@ -44,19 +54,64 @@ BLOCK = 64  # rows that age together
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything contracts.md lets one choose. Floats for `keep` are fractions, ints are counts."""
+class Rule:
+    """How many host tokens are kept. Floats for `keep` are fractions, ints are counts."""
 
-    window: int = 64
-    sinks: int = 4
     keep: int | float | None = 0.1
     keep_mass: float | None = None
     min_keep: int = 0
+
+    @property
+    def by_mass(self) -> bool:
+        return self.keep_mass is not None and self.keep_mass < 1.0
+
+    def kept(self, host_length: int, of_mass: int | None = None) -> int:
+        """K. of_mass: the fewest tokens that hold the mass; None: no mass, or not even all of them hold it."""
+        counts = [] if of_mass is None else [of_mass]
+        if self.keep is not None:
+            counts.append(cap(self.keep, host_length))
+        return min(host_length, max(self.min_keep, min(counts, default=host_length)))
+
+
+@dataclass(frozen=True)
+class Plan(Rule):
+    """What a layer does in one decode step.
+
+    extra: K is this many times what the rule says. scan_tokens: how many candidates Pre-QKT names, but never fewer
+    than are surely kept; None: every host token is scored, Post-QKT. trial_tokens: on a full scan, the mass that the
+    best K of so many candidates would have covered is measured; nothing is attended by it.
+    """
+
+    scan_tokens: int | None = None
+    extra: float = 1.0
+    trial_tokens: tuple[int, ...] = ()
+
+    def kept(self, host_length: int, of_mass: int | None = None) -> int:
+        return min(host_length, math.ceil(Fraction(repr(self.extra)) * super().kept(host_length, of_mass)))
+
+    def candidates(self, host_length: int) -> int:
+        if self.scan_tokens is None:
+            return host_length
+        least = self.kept(host_length, of_mass=0 if self.by_mass else None)
+        return min(host_length, max(self.scan_tokens, least))
+
+
+@dataclass(frozen=True)
+class Settings(Rule):
+    """Everything contracts.md lets one choose."""
+
+    window: int = 64
+    sinks: int = 4
     lookahead: Literal["select", "logits", "off"] = "select"
     predictor: Literal["x", "delta"] = "x"
     dropped: Literal["share", "renormalise"] = "share"  # of `logits`
     exact_layers: tuple[int, ...] = (0,)
     exact_mode: Literal["resident", "select"] = "resident"
+
+    @property
+    def plan(self) -> Plan:
+        """Of every layer and step, unless another one is given."""
+        return Plan(self.keep, self.keep_mass, self.min_keep)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -89,34 +144,80 @@ class Choice:
     """What one KV head keeps of the host tier."""
 
     positions: list[int]  # best first; ties: lower position first
-    ranking: list[int]  # all host positions, best first
-    p: list[float]  # of every position that the choosing query saw
+    ranking: list[int]  # all candidates, best first
+    p: list[float]  # of every position that the choosing query saw, else 0; NaN if nothing was scored
     local_mass: float  # p of sinks + window
-    mass_bound: bool  # the mass rule decided the count
+    # Counts that were right if a little more or less were held -> the distance of what is held from the mass.
+    other_counts: dict[int, float] = field(default_factory=dict)
 
     def mass(self, count: int) -> float:
-        """p held by sinks + window + the best `count` host tokens."""
+        """p held by sinks + window + the best `count` candidates."""
         return self.local_mass + sum(self.p[position] for position in self.ranking[:count])
 
 
-def choose(p: list[float], host: range, settings: Settings) -> Choice:
-    """The host tokens that one KV head keeps, given its group's mean probabilities `p` by position."""
-    # Python's sort is stable and `host` ascends: equal probabilities keep the lower position first.
-    ranking = sorted(host, key=lambda position: -p[position])
-    local = sum(p[: host.start]) + sum(p[host.stop :])
-    counts: list[int] = []  # the bounds whose minimum is taken
-    mass_count = None
-    if settings.keep_mass is not None:
-        held, mass_count = local, 0
-        # No probability is 0, so that nothing less than every token holds all of it, however p is rounded.
-        while mass_count < len(ranking) and (held < settings.keep_mass or settings.keep_mass == 1.0):
-            held += p[ranking[mass_count]]
-            mass_count += 1
-        counts.append(mass_count)
-    if settings.keep is not None:
-        counts.append(cap(settings.keep, len(host)))
-    count = min(len(host), max(settings.min_keep, min(counts)))
-    return Choice(ranking[:count], ranking, p, local, mass_bound=mass_count == count)
+def choose(p: list[float], host: range, rule: Rule, candidates: Sequence[int] | None = None) -> Choice:
+    """The host tokens that one KV head keeps, given its group's mean probabilities `p` by position.
+
+    candidates: those of `host` that were scored; None: all of them.
+    """
+    # Python's sort is stable and positions ascend: equal probabilities keep the lower position first.
+    ranking = sorted(sorted(host if candidates is None else candidates), key=lambda position: -p[position])
+    choice = Choice([], ranking, p, sum(p[: host.start]) + sum(p[host.stop :]))
+
+    def kept(of_mass: int | None) -> int:
+        return min(len(ranking), rule.kept(len(host), of_mass))
+
+    count = kept(None)
+    # A mass of 1 is every token's: no probability is 0, however p is rounded.
+    if rule.keep_mass is not None and rule.by_mass:
+        held, needed = choice.local_mass, 0
+        while needed < len(ranking) and held < rule.keep_mass:
+            held += p[ranking[needed]]
+            needed += 1
+        count = kept(needed if held >= rule.keep_mass else None)
+        distance = {near: abs(choice.mass(near) - rule.keep_mass) for near in (needed - 1, needed) if near >= 0}
+        if needed:
+            choice.other_counts[kept(needed - 1)] = distance[needed - 1]
+        choice.other_counts[kept(needed + 1)] = distance[needed]
+        choice.other_counts.pop(count, None)
+    choice.positions = ranking[:count]
+    return choice
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is scored
+
+LATELY_WEIGHT = 0.25  # of the newest p in its moving average
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A layer's plan for the sequences of a micro-batch, which are scanned together."""
+
+    plan: Plan
+    hosts: tuple[int, ...]  # host length of each
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many candidates each sequence has."""
+        return tuple(self.plan.candidates(host) for host in self.hosts)
+
+    @property
+    def full(self) -> bool:
+        return self.sizes == self.hosts
+
+    @property
+    def keeps_all(self) -> bool:
+        """There is a list, and nothing to choose from it."""
+        pairs = zip(self.sizes, self.hosts, strict=True)
+        return not self.full and not self.plan.by_mass and all(size <= self.plan.kept(host) for size, host in pairs)
+
+
+def name_candidates(lately: Mapping[int, float], host: range, count: int) -> tuple[list[int], list[int]]:
+    """`count` host positions to be scored, the recent and the heavy ones, and all that are left, heaviest first."""
+    recent = range(host.stop - (count + 1) // 2, host.stop)
+    older = sorted(range(host.start, recent.start), key=lambda position: -lately.get(position, 0.0))
+    return [*older[: count // 2], *recent], older[count // 2 :]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -133,6 +234,12 @@ class LayerRecord:
     attended: list[int]  # tokens per KV head, the new one included
     context: int  # tokens in the cache, the new one included
     problems: list[str] = field(default_factory=list)  # with the choice that was to be followed
+    candidates: list[list[int]] = field(default_factory=list)  # per KV head; empty: all of the host
+    full: bool = True  # every host token of every sequence of the micro-batch is scored
+    named: bool = False  # the candidates were named in this step
+    scored: bool = True  # false: the candidates are kept, whatever their p
+    close_namings: list[str] = field(default_factory=list)  # within rounding of other candidates
+    trials: list[list[float]] = field(default_factory=list)  # per KV head, the mass of each; NaN: a close naming
 
     @property
     def budget(self) -> float:
@@ -160,9 +267,10 @@ class StepRecord:
     def problems(self) -> list[str]:
         return [f"layer {i}: {p}" for i, layer in enumerate(self.layers) for p in layer.problems]
 
-    def too_close(self, settings: Settings) -> list[str]:
+    def too_close(self) -> list[str]:
         choices = [choice for layer in self.layers for choice in layer.choices]
-        return [reason for choice in choices if (reason := too_close(choice, settings))]
+        namings = [reason for layer in self.layers for reason in layer.close_namings]
+        return namings + [reason for choice in choices if (reason := too_close(choice))]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -177,22 +285,16 @@ SWAP_MARGIN = 6e-5
 MASS_MARGIN = 2e-6
 
 
-def disagreement(choice: Choice, other: Sequence[int], host: range, settings: Settings) -> str | None:
+def disagreement(choice: Choice, other: Sequence[int]) -> str | None:
     """Why `other` is not the set that `choice` is, or None if it is within the tolerances."""
     if len(set(other)) != len(other):
         return "a position is listed twice"
-    if not set(other) <= set(host):
-        return f"positions outside the host tier {host}: {sorted(set(other) - set(host))}"
+    outside = sorted(set(other) - set(choice.ranking))
+    if outside:
+        return f"{outside} are not among the {len(choice.ranking)} candidates"
     mine, theirs = len(choice.positions), len(other)
-    if mine != theirs:
-        at_threshold = (
-            choice.mass_bound
-            and abs(mine - theirs) == 1
-            and settings.keep_mass is not None
-            and abs(choice.mass(min(mine, theirs)) - settings.keep_mass) < MASS_TOLERANCE
-        )
-        if not at_threshold:
-            return f"{theirs} tokens instead of {mine} of {len(host)}"
+    if mine != theirs and choice.other_counts.get(theirs, math.inf) >= MASS_TOLERANCE:
+        return f"{theirs} tokens instead of {mine} of {len(choice.ranking)}"
     expected = set(choice.ranking[:theirs])
     missing, extra = sorted(expected - set(other)), sorted(set(other) - expected)
     if missing:
@@ -205,17 +307,29 @@ def disagreement(choice: Choice, other: Sequence[int], host: range, settings: Se
     return None
 
 
-def too_close(choice: Choice, settings: Settings) -> str | None:
+def too_close(choice: Choice) -> str | None:
     """Why float32 may choose otherwise although it follows the rules, or None if the choice is clear."""
     count, ranking = len(choice.positions), choice.ranking
     if 0 < count < len(ranking):
         kept, left = choice.p[ranking[count - 1]], choice.p[ranking[count]]
         if SWAP_TOLERANCE * kept <= kept - left < SWAP_MARGIN * kept:
             return f"p of the last kept and the first left token: {kept}, {left}"
-    if choice.mass_bound and settings.keep_mass is not None and settings.keep_mass < 1:
-        for near in (count - 1, count):
-            if near >= 0 and MASS_TOLERANCE <= abs(choice.mass(near) - settings.keep_mass) < MASS_MARGIN:
-                return f"{near} tokens hold {choice.mass(near)}"
+    for other, distance in choice.other_counts.items():
+        if MASS_TOLERANCE <= distance < MASS_MARGIN:
+            return f"{count} tokens, but {other} if {distance} of mass more or less were held"
+    return None
+
+
+def naming_too_close(lately: Mapping[int, float], named: list[int], left: list[int]) -> str | None:
+    """The same of a list of candidates, of which another implementation says nothing: it has no tolerance.
+
+    Rows that were never scored are equal for everyone.
+    """
+    heavy = named[: len(named) // 2]
+    if heavy and left:
+        last, first = lately.get(heavy[-1], 0.0), lately.get(left[0], 0.0)
+        if last > 0 and last - first < SWAP_MARGIN * last:
+            return f"`lately` of the last named and the first unnamed token: {last}, {first}"
     return None
 
 
@@ -332,6 +446,9 @@ class DenseSimulation:
         self.values = [empty] * model.num_layers
         self.host_lengths = [0] * model.num_layers  # as the layer's next submission will see it
         self.length = 0
+        self.lately: list[list[dict[int, float]]] = [[{} for _ in range(model.kv_heads)] for _ in self.keys]
+        # Of each layer the candidates of every KV head, and the scan that they were named for.
+        self.named: list[tuple[Scan, list[list[int]]] | None] = [None] * model.num_layers
         # What the last token's residual stream went through in each layer: its output minus its input.
         self.changes: list[Tensor] = []  # [1, hidden] each
 
@@ -343,6 +460,10 @@ class DenseSimulation:
 
     def is_predicted(self, layer: int) -> bool:
         return self.settings.lookahead != "off" and not self.is_exact(layer)
+
+    def weighs_predicted(self, layer: int) -> bool:
+        """Predicted logits enter the layer's softmax."""
+        return self.is_predicted(layer) and self.settings.lookahead == "logits"
 
     def prefill(self, tokens: Sequence[int]) -> Tensor:
         """Exact attention over everything; also a further turn. Returns the last token's logits."""
@@ -365,9 +486,16 @@ class DenseSimulation:
         self.host_lengths = [host if self.tiered(layer) else 0 for layer in range(model.num_layers)]
         return model.head(x[-1:])[0]
 
-    def decode(self, token: int, follow: Mapping[int, Sequence[Sequence[int]]] | None = None) -> StepRecord:
+    def decode(
+        self,
+        token: int,
+        follow: Mapping[int, Sequence[Sequence[int]]] | None = None,
+        scans: Sequence[Scan] | None = None,
+    ) -> StepRecord:
         """One step. `follow`: another implementation's choices (layer -> KV head -> positions), which are
-        judged and, where they differ within the tolerances, used, so that a tie does not spread."""
+        judged and, where they differ within the tolerances, used, so that a tie does not spread.
+        `scans`: one a layer; None: what the settings say, for a sequence that is alone."""
+        scans = scans or [Scan(self.settings.plan, (length,)) for length in self.host_lengths]
         model, position = self.model, self.length
         x = model.embed([token], position)
         inputs: list[Tensor] = []  # of the layers so far
@@ -377,7 +505,7 @@ class DenseSimulation:
             predicted = self._predicted_query(layer, inputs, query) if self.is_predicted(layer) else query
             record = LayerRecord(self.tiered(layer), self.host_lengths[layer], [], [], position + 1)
             if record.tiered:
-                self._choose(layer, predicted, record)
+                self._choose(layer, predicted, record, scans[layer])
             kept = self._followed(layer, record, follow)
             inputs.append(x)
             self._append(layer, x, position)
@@ -413,19 +541,63 @@ class DenseSimulation:
         logits = query[heads] @ keys.T * self.model.head_dim**-0.5  # [group, 1, context]
         counted = torch.zeros(record.context, dtype=torch.bool)  # the rows of the denominator
         counted[attended] = True
-        if record.tiered and self.is_predicted(layer) and self.settings.lookahead == "logits":
-            host = list(self._host(record))
-            logits[..., host] = predicted[heads] @ keys[host].T * self.model.head_dim**-0.5
+        if record.tiered and self.weighs_predicted(layer):
+            scored = record.candidates[kv_head] if record.candidates else list(self._host(record))
+            logits[..., scored] = predicted[heads] @ keys[scored].T * self.model.head_dim**-0.5
             if self.settings.dropped == "share":
-                counted[host] = True
+                counted[scored] = True
         probabilities = logits.masked_fill(~counted, -math.inf).softmax(-1)
         return probabilities[..., attended] @ values[attended]
 
-    def _choose(self, layer: int, chooser: Tensor, record: LayerRecord) -> None:
-        """p over sinks, window and host (the new token is not in it), then the rule, per KV head."""
-        probabilities = self._logits(chooser, self.keys[layer]).softmax(-1)[:, 0]  # [heads, length]
-        grouped = probabilities.reshape(self.model.kv_heads, self.model.group, -1).mean(1)
-        record.choices = [choose(p, self._host(record), self.settings) for p in grouped.tolist()]
+    def _choose(self, layer: int, chooser: Tensor, record: LayerRecord, scan: Scan) -> None:
+        """Per KV head its candidates; p over sinks, window and them (the new token is not in it); then the rule."""
+        host = self._host(record)
+        record.candidates = self._candidates(layer, record, scan)
+        record.scored = self.weighs_predicted(layer) or not scan.keeps_all
+        if not record.scored:
+            unknown = [math.nan] * self.length
+            record.choices = [Choice(rows, rows, unknown, math.nan) for rows in record.candidates]
+            return
+        logits = self._logits(chooser, self.keys[layer])[:, 0]  # [heads, length]
+        for kv_head, rows in enumerate(record.candidates):
+            unseen = torch.zeros(self.length, dtype=torch.bool)
+            unseen[list(set(host) - set(rows))] = True
+            heads = slice(kv_head * self.model.group, (kv_head + 1) * self.model.group)
+            p = logits[heads].masked_fill(unseen, -math.inf).softmax(-1).mean(0).tolist()
+            record.choices.append(choose(p, host, scan.plan, rows))
+            lately = self.lately[layer][kv_head]
+            if scan.full:
+                record.trials.append(self._trials(record.choices[-1], lately, host, scan.plan))
+            for row in rows:
+                lately[row] = lately.get(row, 0.0) + LATELY_WEIGHT * (p[row] - lately.get(row, 0.0))
+
+    def _trials(self, choice: Choice, lately: Mapping[int, float], host: range, plan: Plan) -> list[float]:
+        """What as many tokens as were chosen would hold, had candidates been named instead."""
+        masses = []
+        for size in plan.trial_tokens:
+            named, left = name_candidates(lately, host, min(size, len(host)))
+            best = sorted((choice.p[row] for row in named), reverse=True)[: len(choice.positions)]
+            close = naming_too_close(lately, named, left) is not None
+            masses.append(math.nan if close else choice.local_mass + sum(best))
+        return masses
+
+    def _candidates(self, layer: int, record: LayerRecord, scan: Scan) -> list[list[int]]:
+        """Named anew unless the last list of this layer was for as many, of the same hosts, and is the last scan."""
+        host, named = self._host(record), self.named[layer]
+        record.full = scan.full
+        if scan.full:
+            self.named[layer] = None
+            return [list(host) for _ in range(self.model.kv_heads)]
+        record.named = named is None or (named[0].sizes, named[0].hosts) != (scan.sizes, scan.hosts)
+        if named is None or record.named:
+            named = scan, []
+            for lately in self.lately[layer]:
+                rows, left = name_candidates(lately, host, scan.plan.candidates(len(host)))
+                named[1].append(rows)
+                reason = naming_too_close(lately, rows, left)
+                record.close_namings += [reason] if reason else []
+            self.named[layer] = named
+        return named[1]
 
     def _followed(
         self, layer: int, record: LayerRecord, follow: Mapping[int, Sequence[Sequence[int]]] | None
@@ -442,7 +614,7 @@ class DenseSimulation:
             return own
         kept = []
         for kv_head, (choice, other) in enumerate(zip(record.choices, follow[layer], strict=True)):
-            problem = disagreement(choice, other, self._host(record), self.settings)
+            problem = disagreement(choice, other)
             if problem:
                 record.problems.append(f"KV head {kv_head}: {problem}")
             kept.append(choice.positions if problem else list(other))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.equivalence import test_append, test_forgotten_wait, test_lookahead, test_partial_budget
+from tests.equivalence import test_append, test_forgotten_wait, test_lookahead, test_partial_budget, test_plans
 from tests.equivalence.zoo import ModelZoo
 
 TRIES = 300
@@ -26,6 +26,7 @@ def main() -> None:
         **test_append.CASES,
         **test_forgotten_wait.CASES,
         **{f"lookahead: {name}": case for name, case in {**test_lookahead.CASES, **test_lookahead.FULL_BUDGET}.items()},
+        **{f"plans: {name}": case for name, case in test_plans.CASES.items()},
     }
     with tempfile.TemporaryDirectory() as parent:
         zoo = ModelZoo(Path(parent))

@@ -5,23 +5,34 @@ Nothing here depends on the engine: prompts, tokens and choices of a seed are th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tests.equivalence.dense_simulation import DenseModel, DenseSimulation, Settings, StepRecord
+from tests.equivalence.dense_simulation import DenseModel, DenseSimulation, Plan, Scan, Settings, StepRecord
 from tests.equivalence.tiny_models import random_tokens
 
 Selections = Mapping[int, Sequence[Sequence[Sequence[int]]]]  # layer -> sequence -> KV head -> positions
+Plans = Callable[[int, int], Plan]  # decode step, layer -> its plan, if the layer has a host tier
 
 
 class SimulatedBatch:
     """One simulation for each sequence; what `follow` says is judged, see `DenseSimulation.decode`."""
 
-    def __init__(self, model: DenseModel, settings: Settings, sequences: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: DenseModel,
+        settings: Settings,
+        sequences: int,
+        seed: int,
+        plans: Plans | None = None,
+        micro_batch: int = 0,
+    ) -> None:
+        """plans: None for what the settings say; micro_batch: sequences that are scanned together, 0 for all."""
         self.model, self.settings, self.seed = model, settings, seed
+        self.plans, self.micro_batch = plans, micro_batch or sequences
         self.sequences = [DenseSimulation(model, settings) for _ in range(sequences)]
         self.texts: list[list[int]] = [[] for _ in range(sequences)]  # every token so far
         self.steps: list[list[StepRecord]] = []  # a step: one record a sequence
@@ -46,17 +57,28 @@ class SimulatedBatch:
 
     def decode(self, tokens: Sequence[int], follow: Selections | None = None) -> list[StepRecord]:
         records = []
+        scans = [self._scans(i) for i in range(len(self.sequences))]  # before any of them has aged
         for i, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
             own = None if follow is None else {layer: chosen[i] for layer, chosen in follow.items()}
-            records.append(sequence.decode(token, own))
+            records.append(sequence.decode(token, own, scans[i]))
             self.texts[i].append(token)
         self.steps.append(records)
         self.logits = torch.stack([record.logits for record in records])
         return records
 
+    def _scans(self, sequence: int) -> list[Scan]:
+        """Of every layer in the coming step."""
+        first = sequence - sequence % self.micro_batch
+        together = self.sequences[first : first + self.micro_batch]
+        scans = []
+        for layer in range(self.model.num_layers):
+            plan = self.settings.plan if self.plans is None else self.plans(len(self.steps), layer)
+            scans.append(Scan(plan, tuple(each.host_lengths[layer] for each in together)))
+        return scans
+
     def unclear(self) -> list[str]:
         """Choices of the last step that are within rounding of another one."""
-        return [reason for record in self.steps[-1] for reason in record.too_close(self.settings)]
+        return [reason for record in self.steps[-1] for reason in record.too_close()]
 
     def ageings(self) -> dict[int, int]:
         """How often each layer's host tier grew between decode steps, over all sequences."""

@@ -163,16 +163,16 @@ def test_choose(settings: Settings, expected: list[int]) -> None:
 )
 def test_disagreement(other: list[int], accepted: bool) -> None:
     settings = Settings(keep=4)
-    assert (disagreement(choose(P, HOST, settings), other, HOST, settings) is None) == accepted
+    assert (disagreement(choose(P, HOST, settings), other) is None) == accepted
 
 
 def test_count_may_differ_by_one_at_the_threshold_only() -> None:
     settings = Settings(keep=None, keep_mass=0.7)  # 0.2 + 0.3 + 0.2: exactly what two tokens hold
     choice = choose(P, HOST, settings)
     for count, accepted in ((1, False), (2, True), (3, True), (4, False)):
-        assert (disagreement(choice, choice.ranking[:count], HOST, settings) is None) == accepted
+        assert (disagreement(choice, choice.ranking[:count]) is None) == accepted
     capped = dataclasses.replace(settings, keep=1)
-    assert disagreement(choose(P, HOST, capped), [4, 2], HOST, capped) is not None
+    assert disagreement(choose(P, HOST, capped), [4, 2]) is not None
 
 
 def test_host_tier_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Changing plans on CUDA: candidates, unscored candidates, a larger K; and a feedback run that is replayed."""
+"""Changing plans on CUDA: candidates, unscored candidates, a larger K; a feedback run that is replayed; no waiting."""
 
 from __future__ import annotations
 
@@ -99,3 +99,24 @@ def test_a_feedback_run_is_replayed(keep: dict[str, object], directory: Path) ->
         ids, plans = decode(llm, None)
         again, _ = decode(llm, ReplaySchedule(plans, llm.modes))
     assert ids == again
+
+
+@pytest.mark.parametrize("lookahead", ["select", "logits", "off"])
+def test_decode_never_waits_for_the_stream(lookahead: str, directory: Path) -> None:
+    """Without a word: a scalar from pageable memory, say. The tickets' waits for an event are meant, and not seen here.
+
+    Over 80 steps blocks age, lists are made anew and plans change.
+    """
+    model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
+    with engine(model, "cuda", **{"attention.lookahead": lookahead, "runtime.mass_probe_interval": 0}) as llm:
+        plans = mixed_plans(llm.modes, KeepRule(0.2, None, 8), seed=3) * 3
+        batch = llm.new_batch([500] * 2, ReplaySchedule(plans, llm.modes))
+        tokens = llm.prefill(batch, [list(range(90)) * 4] * 2).argmax(-1)
+        for step in range(100):
+            # The first round compiles, and loads modules, which waits.
+            torch.cuda.set_sync_debug_mode("error" if step >= STEPS else "default")
+            try:
+                logits = llm.decode(batch, tokens)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            tokens = logits.argmax(-1)
