@@ -32,8 +32,7 @@ from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, StepObservation, controlled_layers
 from hybridgen.engine.scheduling import keep_rule, make_schedule
 from hybridgen.evaluation.document import hidden_fact_document
-from hybridgen.selection.budget import most_kept
-from hybridgen.types import StepPlan
+from hybridgen.types import KeepRule, StepPlan
 
 
 class Recorder:
@@ -127,10 +126,9 @@ def run(arguments: argparse.Namespace) -> None:
         steps_out = []
         for name, observed, plan in zip(of_phase, recorder.observed, batch.plans, strict=True):
             common = next((p for p in (plan.layers[i] for i in layer) if not p.trial_tokens), plan.layers[layer[0]])
-            floor = most_kept(keep_rule(llm.config), int(observed.host_tokens))
             steps_out.append(
                 {"phase": name, "mode": common.mode, "scan_tokens": common.scan_tokens, "extra": common.extra,
-                 "floor_of_rule": floor, **asdict(observed)}
+                 "floor_of_rule": _floor(keep_rule(llm.config), observed.host_tokens), **asdict(observed)}
             )  # fmt: skip
         result = {
             "model": llm.spec.name, "weights": llm.weights.kind, "seq": arguments.seq, "config": llm.config.to_dict(),
@@ -150,7 +148,7 @@ def summary(result: dict[str, Any]) -> str:
     for name, steps in by_phase.items():
         last = steps[-1]
         settled = len(steps)
-        while settled and _plan_of(steps[settled - 1]) == _plan_of(last):
+        while settled and _is_planned_alike(steps[settled - 1], last):
             settled -= 1
         first, end = (statistics.median(s["step_ms"] for s in part) for part in (steps[:8], steps[-8:]))
         scan = "full scan" if last["scan_tokens"] is None else f"{last['scan_tokens']} candidates"
@@ -169,8 +167,17 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plan_of(step: dict[str, Any]) -> tuple[Any, ...]:
-    return step["mode"], step["scan_tokens"], step["extra"]
+def _floor(rule: KeepRule, host_tokens: float) -> float:
+    """K of `fixed` without a mass, mean over layers like host_tokens, and so not rounded."""
+    if isinstance(rule.keep, float):
+        return min(host_tokens, max(rule.min_keep, rule.keep * host_tokens))
+    return min(host_tokens, max(rule.min_keep, rule.keep or host_tokens))
+
+
+def _is_planned_alike(step: dict[str, Any], other: dict[str, Any]) -> bool:
+    """The same level and K; the number of candidates follows the growing host."""
+    shares = [(s["scan_tokens"] or s["host_tokens"]) / s["host_tokens"] for s in (step, other)]
+    return step["extra"] == other["extra"] and abs(shares[0] - shares[1]) < 0.05
 
 
 def plot(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,10 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
 
+    def restart(self) -> None:
+        """All marks so far have been made use of."""
+        ...
+
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """May wait for the marks to be reached: call it after a step only."""
         ...
@@ -38,6 +42,9 @@ class HostClock:
 
     def mark(self) -> float:
         return time.perf_counter()
+
+    def restart(self) -> None:
+        pass
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3
@@ -115,6 +122,7 @@ class Telemetry:
         self._device_units.clear()
         self.bytes_moved.clear()
         self._is_fresh = True
+        self.clock.restart()
         self._origin = self.clock.origin() if self.trace_steps > 0 else None
         self._step_start = time.perf_counter()
 

@@ -61,8 +61,9 @@ def admit(
         )
     config = build.settled(config, plan)
     full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
-    if choice.device.type == "cuda" and set(modes) != {"resident"} and full.fits(*limits):
-        notes.append("all KV would fit on this device: --strategy full needs no host tier")
+    if set(modes) != {"resident"} and full.fits(*limits):
+        where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"
+        notes.append(f"all KV would fit {where}: --strategy full needs no host tier")
     check_fits = False
     if wants_check:
         kv = {"full attention's KV (answer check)": full.device["KV of resident layers"]}

@@ -198,6 +198,8 @@ def native_kernels(config: Config, device: torch.device) -> bool:
     The lazy transfer engine is there to test the torch path, whose transfers can be waited for. Without
     vector instructions the C++ attention is slower than torch's.
     """
+    if config.runtime.kernels == "native" and config.attention.lookahead == "logits":
+        raise ConfigError("runtime.kernels = 'native' has none for --lookahead logits (allowed there: 'auto', 'torch')")
     if config.runtime.kernels == "native" and device.type == "cuda":
         raise ConfigError("runtime.kernels = 'native' are kernels for the CPU (allowed on CUDA: 'auto', 'torch')")
     automatic = device.type == "cpu" and config.runtime.transfer != "lazy" and selected_isa() != "scalar"

@@ -189,7 +189,7 @@ class LLM:
             schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
         micro_batch = self.config.runtime.micro_batch
         batch = Batch(capacities, micro_batch, self._layout, self._make_layers, self.device, schedule)
-        if self.config.attention.predictor == "delta":
+        if self.config.attention.predictor == "delta" and "lookahead" in self.modes:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
         return batch
 

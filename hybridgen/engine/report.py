@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -120,7 +121,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     return {
         "median": statistics.median(ordered),
-        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "p90": ordered[math.ceil(0.9 * len(ordered)) - 1],
         "mean": statistics.fmean(ordered),
     }
 

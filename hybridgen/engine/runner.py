@@ -55,13 +55,13 @@ class Runner:
         attention, following = state.layers[layer], layer + 1
         looks_ahead = following < len(state.layers) and state.layers[following].predicts
 
+        with span("qkv", layer):
+            query, key, value = model.qkv(layer, weights, state.x, state.positions)
         if looks_ahead:
             with span("predict", following):
                 guess = state.x if state.changes is None else state.x + state.changes[layer]
                 predicted = model.query(following, self._weights.wait(following), guess, state.positions)
             state.layers[following].submit(predicted, plan.layers[following])
-        with span("qkv", layer):
-            query, key, value = model.qkv(layer, weights, state.x, state.positions)
         attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):

@@ -168,12 +168,22 @@ class _CudaTicket(Ticket):
 
 
 class CudaClock:
-    """Marks are events on the current stream."""
+    """Marks are events on the current stream; those of a step are used again in the next: making one takes time."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
         event.record()
         return event
+
+    def restart(self) -> None:
+        self._used = 0
 
     def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
@@ -195,9 +205,8 @@ class CudaClock:
 class CudaTransfer(TransferEngine):
     """A side stream a direction; each transfer starts after what the running stream was given before it."""
 
-    clock = CudaClock()
-
     def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
+        self.clock = CudaClock()
         super().__init__(telemetry)
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights")}

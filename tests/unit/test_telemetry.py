@@ -16,6 +16,9 @@ class FakeClock:
     def mark(self) -> float:
         return self.now
 
+    def restart(self) -> None:
+        pass
+
     def elapsed_ms(self, start: float, end: float) -> float:
         self.resolved += 1
         return end - start

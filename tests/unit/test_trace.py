@@ -37,6 +37,9 @@ class DeviceClock:
     def mark(self) -> float:
         return time.perf_counter() * 1e3 + self.AHEAD_MS
 
+    def restart(self) -> None:
+        pass
+
     def elapsed_ms(self, start: float, end: float) -> float:
         return end - start
 

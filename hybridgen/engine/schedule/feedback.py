@@ -49,7 +49,7 @@ HOLD = 32
 MASS_OF_FULL_SCAN = 0.98  # with --keep alone: share of what a full scan's top K covers
 MARGIN = 0.2  # of what the mass rule leaves uncovered, before fewer tokens are scanned or kept
 
-TIME_WEIGHT, MASS_WEIGHT, FLOOR_WEIGHT = 0.25, 0.1, 0.1
+TIME_WEIGHT, MASS_WEIGHT, FLOOR_WEIGHT = 0.1, 0.1, 0.1
 
 
 class FeedbackSchedule:
