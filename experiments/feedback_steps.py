@@ -5,7 +5,7 @@
 
 Phases: alone; with half of the cores kept busy by other processes; alone again; then turns of 2k tokens, each followed
 by decode steps. `run` prints when the plan settled in each phase and the least K; `plot` needs matplotlib (extra
-`experiments`).
+`plots`).
 """
 
 from __future__ import annotations

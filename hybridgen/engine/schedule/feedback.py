@@ -34,7 +34,7 @@ from hybridgen.types import KeepRule, LayerPlan, StepPlan
 SCAN_STEP = 0.65  # tokens scanned at a level, as a share of the level before
 MOST_LEVELS_AT_ONCE = 4
 LEAST_SCAN = 256  # host tokens; also never fewer than twice K, or there would be nothing to choose
-WAIT_HIGH, WAIT_LOW = 0.10, 0.03  # shares of a layer's time
+WAIT_HIGH, WAIT_LOW = 0.12, 0.03  # shares of a layer's time
 FITS = 0.95  # a larger scan must end within this share of a layer's time
 LINK_FILL = 0.8  # K is not raised beyond this share of the scan's time on the link
 LOWER_KEPT = 0.7
@@ -49,7 +49,7 @@ HOLD = 32
 MASS_OF_FULL_SCAN = 0.98  # with --keep alone: share of what a full scan's top K covers
 MARGIN = 0.2  # of what the mass rule leaves uncovered, before fewer tokens are scanned or kept
 
-TIME_WEIGHT, MASS_WEIGHT, FLOOR_WEIGHT = 0.1, 0.1, 0.1
+TIME_WEIGHT, MASS_WEIGHT, FLOOR_WEIGHT = 0.2, 0.1, 0.1
 
 
 class FeedbackSchedule:
