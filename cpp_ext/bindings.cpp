@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -15,11 +17,14 @@
 
 #include "attention.h"
 #include "dispatch.h"
+#include "host_memory.h"
+#include "read_ceiling.h"
 #include "scan_worker.h"
 
 namespace py = pybind11;
 using hybridgen::AttendRequest;
 using hybridgen::ChooseRequest;
+using hybridgen::HostMapping;
 using hybridgen::KeyType;
 using hybridgen::ScanRequest;
 using hybridgen::ScanWorker;
@@ -71,11 +76,17 @@ void close_all() {
   }
 }
 
-KeyType key_type_of(const std::string& name, const char* argument = "key_type") {
-  if (name == "float32") return KeyType::Float32;
-  if (name == "float16") return KeyType::Float16;
-  if (name == "bfloat16") return KeyType::BFloat16;
-  throw std::invalid_argument(argument + ("='" + name) + "': must be one of float32, float16, bfloat16");
+// Their order is KeyType's.
+constexpr const char* kTypeNames[hybridgen::kKeyTypes] = {"float32", "float16", "bfloat16", "int8", "int4", "int2"};
+
+// `types`: how many of them are allowed.
+KeyType key_type_of(const std::string& name, const char* argument, int types) {
+  std::string choices;
+  for (int i = 0; i < types; ++i) {
+    if (name == kTypeNames[i]) return static_cast<KeyType>(i);
+    choices += (i == 0 ? "" : ", ") + std::string(kTypeNames[i]);
+  }
+  throw std::invalid_argument(argument + ("='" + name) + "': must be one of " + choices);
 }
 
 WorkerHolder make_worker(int threads, const std::vector<int>& cores, const std::string& isa) {
@@ -89,12 +100,13 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
                     std::int64_t head_dim, std::vector<std::int64_t> lengths,
                     std::tuple<std::int64_t, std::int64_t, std::int64_t> key_strides,
                     std::tuple<std::int64_t, std::int64_t> out_strides, float scale, bool hold, std::uintptr_t rows,
-                    std::int64_t rows_stride) {
+                    std::int64_t rows_stride, std::uintptr_t key_scales,
+                    std::tuple<std::int64_t, std::int64_t> scale_strides, std::uintptr_t key_mean) {
   ScanRequest request;
   request.query = reinterpret_cast<const float*>(query);
   request.keys = reinterpret_cast<const void*>(keys);
   request.out = reinterpret_cast<float*>(out);
-  request.key_type = key_type_of(key_type);
+  request.key_type = key_type_of(key_type, "key_type", hybridgen::kKeyTypes);
   request.num_heads = num_heads;
   request.num_kv_heads = num_kv_heads;
   request.head_dim = head_dim;
@@ -104,6 +116,9 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
   request.scale = scale;
   request.rows = reinterpret_cast<const std::int32_t*>(rows);
   request.rows_stride = rows_stride;
+  request.key_scales = reinterpret_cast<const float*>(key_scales);
+  std::tie(request.scale_batch_stride, request.scale_head_stride) = scale_strides;
+  request.key_mean = reinterpret_cast<const float*>(key_mean);
   return worker.submit(std::move(request), hold);
 }
 
@@ -123,8 +138,8 @@ hybridgen::HeadRows heads_of(const HeadsArgument& from) {
 }
 
 hybridgen::KvRows kv_of(const KvArgument& from, const char* argument) {
-  return {pointer<const void>(std::get<0>(from)), key_type_of(std::get<1>(from), argument), std::get<2>(from),
-          std::get<3>(from), std::get<4>(from)};
+  return {pointer<const void>(std::get<0>(from)), key_type_of(std::get<1>(from), argument, hybridgen::kValueTypes),
+          std::get<2>(from), std::get<3>(from), std::get<4>(from)};
 }
 
 hybridgen::EmptySlots empty_of(const EmptyArgument& from) {
@@ -192,15 +207,44 @@ double seconds(ScanWorker::Clock::time_point time) {
   return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
 
-std::pair<double, double> wait(ScanWorker& worker, ScanWorker::JobId job, bool help) {
+std::tuple<double, double, std::int64_t> wait_and_count(ScanWorker& worker, ScanWorker::JobId job, bool help) {
   for (;;) {
     {
       WithoutGil here;
       if (const auto span = worker.wait(job, help, std::chrono::milliseconds(100))) {
-        return {seconds(span->start), seconds(span->end)};
+        return {seconds(span->start), seconds(span->end), span->read_bytes};
       }
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C while a held job never starts
+  }
+}
+
+// Memory nodes as tuples: id, CPUs, bytes, bytes available, distances.
+using NodeTuple = std::tuple<int, std::vector<int>, std::int64_t, std::int64_t, std::map<int, int>>;
+
+std::vector<NodeTuple> memory_nodes() {
+  std::vector<NodeTuple> tuples;
+  for (const auto& n : hybridgen::memory_nodes()) {
+    tuples.emplace_back(n.id, n.cpus, n.memory_bytes, n.available_bytes, n.distances);
+  }
+  return tuples;
+}
+
+auto place_kv(const std::string& policy, const std::vector<NodeTuple>& tuples, const std::vector<int>& cpus,
+              std::optional<int> near, std::optional<int> far) {
+  std::vector<hybridgen::MemoryNode> nodes;
+  for (const auto& [id, on, bytes, available, distances] : tuples) {
+    nodes.push_back({id, on, bytes, available, distances});
+  }
+  const auto placed = hybridgen::place_kv(policy, nodes, cpus, near, far);
+  return std::make_tuple(placed.keys, placed.values, placed.reason);
+}
+
+void to_os_error(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const hybridgen::SystemCallError& error) {
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
   }
 }
 
@@ -273,19 +317,27 @@ and close() does nothing. It is closed when it is collected and at interpreter e
       .def("submit", &submit, py::arg("query"), py::arg("keys"), py::arg("out"), py::arg("key_type"),
            py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("lengths"),
            py::arg("key_strides"), py::arg("out_strides"), py::arg("scale"), py::arg("hold") = false,
-           py::arg("rows") = 0, py::arg("rows_stride") = 0,
+           py::arg("rows") = 0, py::arg("rows_stride") = 0, py::arg("key_scales") = 0,
+           py::arg("scale_strides") = std::make_tuple(0, 0), py::arg("key_mean") = 0,
            R"(Queues a scan and returns its job id; does not block.
 
 query: address of fp32 [batch, num_heads, head_dim], contiguous; read while the job runs.
 keys: address of [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1.
 out: address of fp32 [batch, num_heads, tokens], token stride 1; only out[b, :, :lengths[b]] is written.
-key_type: 'float32', 'float16' or 'bfloat16'; products and sums are fp32.
-head_dim: a multiple of 8. num_heads: a multiple of num_kv_heads.
+    Of a sketch, uint8 [batch, num_kv_heads, blocks, bytes]: whole blocks of 64 tokens, byte stride 1.
+key_type: 'float32', 'float16', 'bfloat16' or 'int8': products and sums are fp32. 'int4', 'int2': a sketch, as
+    hybridgen/kv_cache/quantize.py makes it; the query is rounded to int8 for each block, sums are of integers.
+head_dim: a multiple of 8, for sketches at most 1024. num_heads: a multiple of num_kv_heads.
 lengths: tokens to scan, one for each sequence (their number is the batch size).
-key_strides: (batch, head, token), out_strides: (batch, head), both in elements.
+key_strides: (batch, head, token), out_strides: (batch, head), both in elements; a sketch's (batch, head, block), bytes.
 hold: the job starts when start(), or the function of start_call(), is called for it.
 rows: 0, or address of int32 [batch, num_kv_heads, rows_stride], contiguous; read while the job runs, and not checked.
-    Then lengths[b] counts listed rows, and logits[b, h, j] is that of the key in row rows[b, kv head, j].
+    Then lengths[b] counts listed rows, and logits[b, h, j] is that of the key in row rows[b, kv head, j]. Any order and
+    repeats are allowed; of a sketch each block is read once only if the rows of a list are sorted.
+key_scales: for int8 and only then, address of fp32 [batch, num_kv_heads, tokens], token stride 1.
+scale_strides: its (batch, head), in elements.
+key_mean: 0, or, for int8 and sketches, address of fp32 [batch, num_kv_heads, head_dim], contiguous: what was taken off
+    the keys; its part is added to the logits.
 
 Jobs are scanned in the order in which they start. The memory must stay alive and unchanged until wait() has returned.
 ValueError: names the argument, its value and what is allowed. RuntimeError: closed.)")
@@ -304,12 +356,20 @@ ValueError: unknown job, not held, or its start call was asked for before. Runti
       .def("done", &ScanWorker::done, py::arg("job"),
            "Whether the job's logits are all written. ValueError: unknown or already waited for.\n"
            "RuntimeError: closed before the job was done.")
-      .def("wait", &wait, py::arg("job"), py::arg("help") = true,
+      .def("wait", [](ScanWorker& worker, ScanWorker::JobId job, bool help) {
+             const auto [start, end, bytes] = wait_and_count(worker, job, help);
+             return std::make_pair(start, end);
+           }, py::arg("job"), py::arg("help") = true,
            R"(Blocks, with the GIL released, until the job is done; returns (start_s, end_s) of its scan.
 
 The times are seconds on time.perf_counter's clock: when the first chunk began and when the last one ended. With help the
 calling thread scans chunks of this job, too (always if threads is 0). Waits for a held job until it is started.
 ValueError: unknown or already waited for. RuntimeError: the worker was closed before the job was done.)")
+      .def("wait_and_count", &wait_and_count, py::arg("job"), py::arg("help") = true,
+           R"(wait(), and the bytes that the scan read: (start_s, end_s, read_bytes).
+
+Bytes of keys and what belongs to them: int8's row scales; of a sketch the whole blocks that hold any of the rows, once
+for each run of such rows in a list. Means are not counted: they are read once and stay in the cache.)")
       .def("close", &ScanWorker::close, py::call_guard<WithoutGil>(),
            "Ends the threads after the chunks that they are in. Jobs that are not done are abandoned, and whoever waits\n"
            "for one gets a RuntimeError. After it returns no buffer is touched any more. May be repeated.")
@@ -323,6 +383,41 @@ ValueError: unknown or already waited for. RuntimeError: the worker was closed b
              }
              return counts;
            }, "Finished jobs for each variant of isa_variants().");
+
+  py::register_exception_translator(&to_os_error);
+  m.def("memory_nodes", &memory_nodes, "The nodes as (id, cpus, memory_bytes, available_bytes, distances to others).");
+  m.def("allowed_cpus", &hybridgen::allowed_cpus, "The CPUs that this process may run on.");
+  m.def("place_kv", &place_kv, py::arg("policy"), py::arg("nodes"), py::arg("cpus"), py::arg("near") = py::none(),
+        py::arg("far") = py::none(),
+        "(nodes of the keys, nodes of the values, why they are not apart, or ''): see host_memory.h.\n"
+        "ValueError: an unknown policy, a node that is not there or has no memory.");
+
+  py::class_<HostMapping>(m, "HostMapping", py::buffer_protocol(),
+                          "Anonymous memory, a writable buffer; see host_memory.h. OSError names the call refused.")
+      .def(py::init<std::size_t, bool>(), py::arg("size_bytes"), py::arg("reserve") = false)
+      .def_buffer([](HostMapping& h) {
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(h.data()), static_cast<py::ssize_t>(h.bytes()));
+      })
+      .def_property_readonly("huge_pages", &HostMapping::huge_pages, "Whether the system has huge pages for it.")
+      .def("huge_page_bytes", &HostMapping::huge_page_bytes, "How much lies on huge pages now, at most.")
+      .def("bind", &HostMapping::bind, py::arg("nodes"), "Where pages that do not exist yet will lie.")
+      .def("touch", &HostMapping::touch, py::arg("offset"), py::arg("size_bytes"), py::arg("node"),
+           py::call_guard<WithoutGil>(),
+           "Makes pages exist, from CPUs of `node` or near it; returns the node where it ran, or -1.")
+      .def("page_nodes", &HostMapping::page_nodes, py::arg("offset"), py::arg("size_bytes"), py::arg("stride"),
+           py::call_guard<WithoutGil>(),
+           "The node of every page at offset, offset + stride, ...; negative: no page yet.");
+
+  m.def("read_seconds", [](std::uintptr_t data, std::size_t bytes, int passes, const std::vector<int>& cores,
+                           int streams, std::size_t ahead_bytes, std::size_t chunk_bytes) {
+          std::size_t walked = 0;
+          WithoutGil here;
+          const double s = hybridgen::read_seconds(pointer<const void>(data), bytes, passes, cores,
+                                                   {streams, ahead_bytes, chunk_bytes}, &walked);
+          return std::make_pair(s, walked);
+        }, py::arg("data"), py::arg("bytes"), py::arg("passes"), py::arg("cores"), py::arg("streams") = 1,
+        py::arg("ahead_bytes") = 0, py::arg("chunk_bytes") = 256 << 10,
+        "(seconds, bytes walked) of a loop that only loads memory, a thread on each core: see read_ceiling.h.");
 
   py::module_::import("atexit").attr("register")(py::cpp_function(close_all));
 }

@@ -9,7 +9,7 @@ namespace {
 // The dispatch list, best first: a new ISA is a file in kernels/ and a line here.
 const IsaKernels* const kKnown[] = {
 #if defined(__x86_64__)
-    &kAvx512,
+    &kAvx512Vnni, &kAvx512, &kAvx2,
 #endif
     &kScalar,
 };

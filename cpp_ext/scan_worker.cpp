@@ -35,7 +35,44 @@ void spin(Ready ready) {
   }
 }
 
-std::int64_t element_bytes(KeyType type) { return type == KeyType::Float32 ? 4 : 2; }
+std::int64_t element_bytes(KeyType type) {
+  return type == KeyType::Float32 ? 4 : type == KeyType::Float16 || type == KeyType::BFloat16 ? 2 : 1;
+}
+
+std::int64_t block_bytes(const ScanRequest& r) {
+  return sketch_bytes(r.key_type == KeyType::Int4 ? 4 : 2, r.head_dim);
+}
+
+// Bytes that this many tokens of one KV head take, rounded up to whole blocks of a sketch.
+std::int64_t token_bytes(const ScanRequest& r, std::int64_t tokens) {
+  if (is_sketch(r.key_type)) return (tokens + kSketchTokens - 1) / kSketchTokens * block_bytes(r);
+  return tokens * (r.head_dim * element_bytes(r.key_type) + (r.key_type == KeyType::Int8 ? 4 : 0));
+}
+
+// What a kernel reads of the keys for this block.
+std::int64_t bytes_of(const ScanRequest& r, const ScanBlock& block) {
+  if (!is_sketch(r.key_type) || !block.list) return token_bytes(r, block.rows);
+  std::int64_t blocks = 0;
+  std::int32_t held = -1;
+  for (std::int64_t j = 0; j < block.rows; ++j) {
+    const std::int32_t at = block.list[j] / static_cast<std::int32_t>(kSketchTokens);
+    blocks += at != held;
+    held = at;
+  }
+  return blocks * block_bytes(r);
+}
+
+// The mean's part in each logit of these heads: shifts[g] = query[g] . mean. Plain loops: it is one row of a chunk.
+void shift_heads(const float* query, const float* mean, std::int64_t head_dim, std::vector<float>& shifts) {
+  for (float& shift : shifts) {
+    float sums[8] = {};
+    for (std::int64_t c = 0; mean && c < head_dim; c += 8) {
+      for (int i = 0; i < 8; ++i) sums[i] += query[c + i] * mean[c + i];
+    }
+    shift = ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+    query += head_dim;
+  }
+}
 
 void require(bool good, const std::string& argument, std::int64_t value, const std::string& allowed) {
   if (!good) throw std::invalid_argument(argument + "=" + std::to_string(value) + ": must be " + allowed);
@@ -65,14 +102,32 @@ void check(const ScanRequest& r) {
   pointer("keys", r.keys, element_bytes(r.key_type), longest > 0);  // an empty tensor's address is null
   pointer("out", r.out, 4, longest > 0);
   pointer("rows", r.rows, 4, false);
+  const bool scaled = r.key_type == KeyType::Int8;
+  const bool sketch = is_sketch(r.key_type);
+  pointer("key_scales", r.key_scales, 4, scaled && longest > 0);
+  pointer("key_mean", r.key_mean, 4, false);
+  const auto unused = [](const char* name, const float* p, const char* allowed) {
+    require(!p, name, static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p)), allowed);
+  };
+  if (!scaled) unused("key_scales", r.key_scales, "0 unless key_type is int8");
+  if (!scaled && !sketch) unused("key_mean", r.key_mean, "0 unless key_type is int8, int4 or int2");
+  require(!sketch || r.head_dim <= kMaxSketchDim, "head_dim", r.head_dim,
+          "at most " + std::to_string(kMaxSketchDim) + " for sketches");
 
   // The stride of a dimension of size 1 means nothing. Sequences or heads may share keys (stride 0), never logits.
   const bool batched = r.lengths.size() > 1;
   const std::string apart = "at least the longest length, " + std::to_string(longest);
   require(!batched || r.key_batch_stride >= 0, "key_strides[0] (batch)", r.key_batch_stride, "0 or more");
   require(r.num_kv_heads == 1 || r.key_head_stride >= 0, "key_strides[1] (head)", r.key_head_stride, "0 or more");
-  require(longest < 2 || r.key_token_stride >= r.head_dim, "key_strides[2] (token)", r.key_token_stride,
-          "at least head_dim=" + std::to_string(r.head_dim));
+  if (sketch) {
+    require(longest <= kSketchTokens || r.key_token_stride >= block_bytes(r), "key_strides[2] (block)",
+            r.key_token_stride, "at least the bytes of a block, " + std::to_string(block_bytes(r)));
+  } else {
+    require(longest < 2 || r.key_token_stride >= r.head_dim, "key_strides[2] (token)", r.key_token_stride,
+            "at least head_dim=" + std::to_string(r.head_dim));
+  }
+  require(!batched || r.scale_batch_stride >= 0, "scale_strides[0] (batch)", r.scale_batch_stride, "0 or more");
+  require(r.num_kv_heads == 1 || r.scale_head_stride >= 0, "scale_strides[1] (head)", r.scale_head_stride, "0 or more");
   require(!batched || r.out_batch_stride >= longest, "out_strides[0] (batch)", r.out_batch_stride, apart);
   require(r.num_heads == 1 || r.out_head_stride >= longest, "out_strides[1] (head)", r.out_head_stride, apart);
   require(!r.rows || r.rows_stride >= longest, "rows_stride", r.rows_stride, apart);
@@ -178,12 +233,12 @@ void ScanWorker::release(Job& job) {
 // Chunks small enough that all threads end together, large enough that taking one costs nothing.
 void ScanWorker::cut(Job& job) const {
   const ScanRequest& r = job.request;
-  const std::int64_t row_bytes = r.head_dim * element_bytes(r.key_type);
-  std::int64_t tokens = 0;
-  for (std::int64_t length : r.lengths) tokens += length;
-  const std::int64_t share = tokens * r.num_kv_heads * row_bytes / (kChunksPerThread * (num_threads_ + 1));
-  const std::int64_t bytes = std::clamp(share, kMinChunkBytes, kMaxChunkBytes);
-  job.chunk_rows = std::max<std::int64_t>(1, bytes / row_bytes / kRowStep) * kRowStep;
+  const std::int64_t step = is_sketch(r.key_type) ? kSketchTokens : kRowStep;
+  const std::int64_t step_bytes = token_bytes(r, step);
+  std::int64_t bytes = 0;
+  for (std::int64_t length : r.lengths) bytes += r.num_kv_heads * token_bytes(r, length);
+  const std::int64_t share = bytes / (kChunksPerThread * (num_threads_ + 1));
+  job.chunk_rows = std::max<std::int64_t>(1, std::clamp(share, kMinChunkBytes, kMaxChunkBytes) / step_bytes) * step;
   job.first_chunk.assign(1, 0);
   for (std::int64_t length : r.lengths) {
     const std::int64_t blocks = (length + job.chunk_rows - 1) / job.chunk_rows;
@@ -294,15 +349,17 @@ void ScanWorker::work_on(Job& job, Lock& lock) {
   lock.unlock();
   for (int i = 0; more && i < 2; ++i) work_cv_.notify_one();
 
+  std::int64_t read_bytes = 0;
   while (!closing_.load(std::memory_order_relaxed)) {
     const std::int64_t chunk = job.next_chunk.fetch_add(1, std::memory_order_relaxed);
     if (chunk >= job.chunks) break;
-    scan_chunk(job, chunk);
+    read_bytes += scan_chunk(job, chunk);
   }
 
   const auto end = Clock::now();
   lock.lock();
   job.span.end = std::max(job.span.end, end);
+  job.span.read_bytes += read_bytes;
   --active_;
   --job.workers;
   if (job.exhausted()) {  // else closing: abandoned
@@ -318,7 +375,7 @@ void ScanWorker::finish(Job& job) {
   wait_cv_.notify_all();
 }
 
-void ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
+std::int64_t ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
   const ScanRequest& r = job.request;
   const auto after = std::upper_bound(job.first_chunk.begin(), job.first_chunk.end(), chunk);
   const std::int64_t b = after - job.first_chunk.begin() - 1;
@@ -337,13 +394,27 @@ void ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
   block.query = r.query + (b * r.num_heads + head * block.group) * r.head_dim;
   block.out = r.out + b * r.out_batch_stride + head * block.group * r.out_head_stride + token;
   std::int64_t first = b * r.key_batch_stride + head * r.key_head_stride;
+  if (r.key_type == KeyType::Int8) {
+    block.row_scales = r.key_scales + b * r.scale_batch_stride + head * r.scale_head_stride;
+  }
   if (r.rows) {
     block.list = r.rows + (b * r.num_kv_heads + head) * r.rows_stride + token;
+  } else if (is_sketch(r.key_type)) {
+    first += token / kSketchTokens * r.key_token_stride;
   } else {
     first += token * r.key_token_stride;
+    if (block.row_scales) block.row_scales += token;
   }
   block.keys = static_cast<const char*>(r.keys) + first * element_bytes(r.key_type);
+  if (r.key_type == KeyType::Int8 || is_sketch(r.key_type)) {
+    thread_local std::vector<float> shifts;
+    shifts.resize(static_cast<std::size_t>(block.group));
+    const float* mean = r.key_mean ? r.key_mean + (b * r.num_kv_heads + head) * r.head_dim : nullptr;
+    shift_heads(block.query, mean, r.head_dim, shifts);
+    block.shifts = shifts.data();
+  }
   isa_.scan[static_cast<int>(r.key_type)](block);
+  return bytes_of(r, block);
 }
 
 void ScanWorker::thread_loop() {

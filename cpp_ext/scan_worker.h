@@ -27,7 +27,11 @@ namespace hybridgen {
 
 // Pointers to memory that stays alive and in place until the job has been waited for. Strides in elements.
 //   query  [batch, num_heads, head_dim]           fp32, contiguous; read when the job runs, not when it is submitted
-//   keys   [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1
+//   keys   [batch, num_kv_heads, tokens, head_dim] of key_type, channel stride 1; of a sketch bytes
+//          [batch, num_kv_heads, blocks, sketch_bytes], byte stride 1: kernels/scan.h says what is in them
+//   key_scales  [batch, num_kv_heads, tokens]     fp32, token stride 1: of int8 keys only
+//   key_mean    [batch, num_kv_heads, head_dim]   fp32, contiguous, or null for zero: what was taken off int8 keys or a
+//          sketch's; every logit of a head gets scale * query . mean
 //   rows   [batch, num_kv_heads, rows_stride]     contiguous, or null; read when the job runs. With it, only the rows
 //          rows[b, h, :lengths[b]] of the keys are scanned, in this order
 //   out    [batch, num_heads, tokens]             fp32, token stride 1; only out[b, :, :lengths[b]] is written
@@ -40,11 +44,15 @@ struct ScanRequest {
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
   std::vector<std::int64_t> lengths;  // tokens to scan, for each sequence; with `rows`, of each of its KV heads
-  std::int64_t key_batch_stride = 0, key_head_stride = 0, key_token_stride = 0;
+  std::int64_t key_batch_stride = 0, key_head_stride = 0;
+  std::int64_t key_token_stride = 0;  // of a sketch: from block to block
   std::int64_t out_batch_stride = 0, out_head_stride = 0;
   float scale = 1.0f;
   const std::int32_t* rows = nullptr;
   std::int64_t rows_stride = 0;
+  const float* key_scales = nullptr;
+  std::int64_t scale_batch_stride = 0, scale_head_stride = 0;
+  const float* key_mean = nullptr;
 };
 
 class ScanWorker {
@@ -53,6 +61,7 @@ class ScanWorker {
   using JobId = std::int64_t;
   struct Span {
     Clock::time_point start, end;  // of the first and the last chunk
+    std::int64_t read_bytes = 0;   // keys, and what belongs to them
   };
   struct StartCall {
     void (*function)(void*);
@@ -101,7 +110,7 @@ class ScanWorker {
   Job* first_ready() const;
   void unlink(Job& job);
   void work_on(Job& job, Lock& lock);
-  void scan_chunk(const Job& job, std::int64_t chunk) const;
+  std::int64_t scan_chunk(const Job& job, std::int64_t chunk) const;  // returns the bytes that it read
   void thread_loop();
   void start_from_call(Job& job);
 

@@ -84,6 +84,8 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--keep-mass", "selection.keep_mass", float, "M", "attention mass that what is attended must hold"),
     ("--min-keep", "selection.min_keep", int, "N", "never keep fewer host tokens than this (default 64)"),
     ("--lookahead", "attention.lookahead", str, "MODE", "select (by predicted query), logits (weigh by it) or off"),
+    ("--key-type", "cache.key_type", str, "T", "of the host's keys: auto (the dtype), fp32, fp16, bf16 or int8"),
+    ("--sketch", "cache.sketch", str, "S", "scored in place of the host's keys: none, int4 or int2"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed, feedback, paper or replay:REPORT"),
     ("--target-ms", "schedule.target_ms", float, "X", "step time that --schedule feedback aims at"),
 ]  # fmt: skip

@@ -57,6 +57,9 @@ class CacheConfig:
 
     gpu_window: int = 512
     sinks: int = 4
+    # The host's keys: auto is the model's dtype; int8 replaces them. A sketch lies beside them and is scored instead.
+    key_type: Literal["auto", "fp32", "fp16", "bf16", "int8"] = "auto"
+    sketch: Literal["none", "int4", "int2"] = "none"
 
 
 @dataclass(frozen=True)

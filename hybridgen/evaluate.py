@@ -52,6 +52,8 @@ _VARIANT_WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "predictor": ("attention.predictor", str),
     "dropped": ("attention.dropped", str),
     "gpu-window": ("cache.gpu_window", parse_tokens),
+    "key-type": ("cache.key_type", str),
+    "sketch": ("cache.sketch", str),
 }
 
 
@@ -206,6 +208,10 @@ def _name(config: Config, all_configs: Sequence[Config]) -> str:
         words.append(f"min-keep {selection.min_keep}")
     if len({other.cache.gpu_window for other in all_configs}) > 1:
         words.append(f"gpu-window {config.cache.gpu_window}")
+    if len({other.cache.key_type for other in all_configs}) > 1:
+        words.append(f"key-type {config.cache.key_type}")
+    if len({other.cache.sketch for other in all_configs}) > 1:
+        words.append(f"sketch {config.cache.sketch}")
     return ", ".join(words)
 
 

@@ -1,20 +1,27 @@
-"""The machine file: what this machine reaches at best, measured once, and the limit of a step that follows from it."""
+"""The machine file: what this machine reaches at best, measured once, and the limit of a step that follows from it.
+
+`hybridgen.bench` writes it, in parts: `bench cpu` what the CPU reaches, `bench link` what the GPU's link does.
+configs/hardware has files of the same form, for machines that are not at hand.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridgen.config import configs_dir
 from hybridgen.errors import ConfigError
-from hybridgen.info import cache_root
+from hybridgen.info import cache_root, cpu_info, versions
 
 FILE_VARIABLE = "HYBRIDGEN_MACHINE_FILE"
 
@@ -24,11 +31,13 @@ _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 @dataclass(frozen=True)
 class MachineCeilings:
-    """The best rates of one machine, in bytes a second; None where no GPU was there to measure them.
+    """The best rates of one machine, in bytes a second; None where they were not measured, or need a GPU.
 
-    scan: the CPU reads keys and scores them. scan_with_dma: scan and DMA at once, both rates added up: what
-    the host's memory gives. dma_h2d: copies from pinned memory. zero_copy: a kernel that reads rows of it.
-    gpu: its name, or None. cores: how many the process could use. measured_at: ISO 8601, UTC.
+    scan: the CPU reads keys and scores them, at best; scan_by_key_type: the same of each key type that was
+    measured. scan_with_dma: scan and DMA at once, both rates added up: what the host's memory gives. dma_h2d,
+    dma_d2h: copies from and to pinned memory; dma_both: at once, added up. zero_copy: a kernel that reads rows
+    of it. read: the CPU reads memory and does nothing else. gpu: its name, or None. cores: how many the process
+    could use. measured_at: ISO 8601, UTC.
     """
 
     scan_bytes_per_s: float
@@ -39,6 +48,12 @@ class MachineCeilings:
     cores: int
     measured_at: str
     versions: dict[str, str | None]
+    # Not in files of earlier versions.
+    read_bytes_per_s: float | None = None
+    dma_d2h_bytes_per_s: float | None = None
+    dma_both_bytes_per_s: float | None = None
+    scan_by_key_type: dict[str, float] = field(default_factory=dict)
+    cpu: str | None = None
 
 
 def this_gpu() -> str | None:
@@ -59,6 +74,49 @@ def machine_file() -> Path:
     return Path(named).expanduser() if named else cache_root() / "machine.json"
 
 
+def hardware_files() -> list[Path]:
+    """The machines that were measured before: configs/hardware."""
+    return sorted((configs_dir() / "hardware").glob("*.json"))
+
+
+def hardware_file(name: str) -> Path:
+    """configs/hardware/NAME.json. ConfigError: not a plain name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(f"machine name {name!r}: letters, digits, '.', '_' and '-' only")
+    return configs_dir() / "hardware" / f"{name}.json"
+
+
+def record_rates(path: Path, rates: dict[str, float | None], scan_by_key_type: dict[str, float]) -> MachineCeilings:
+    """Write what was measured on this machine, now; what its file says of other rates stays.
+
+    rates: fields of MachineCeilings, by name. scan_by_key_type: at least one type is known, from here or the file.
+    """
+    gpu, cores, cpu = this_gpu(), this_cores(), cpu_info().model
+    kept: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # a damaged file is written anew
+        before = read_ceilings(path, any_machine=True)
+        if before is not None and (before.gpu, before.cores, before.cpu) == (gpu, cores, cpu):
+            kept = asdict(before)
+    scans = {**kept.get("scan_by_key_type", {}), **scan_by_key_type}
+    unknown = dict.fromkeys(name for name in _FIELDS if name.endswith("_bytes_per_s"))
+    ceilings = MachineCeilings(
+        **{
+            **unknown,
+            **kept,
+            **rates,
+            "scan_bytes_per_s": max(scans.values()),
+            "scan_by_key_type": scans,
+            "gpu": gpu,
+            "cores": cores,
+            "cpu": cpu,
+            "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+    )
+    write_ceilings(path, ceilings)
+    return ceilings
+
+
 def write_ceilings(path: Path | None, ceilings: MachineCeilings) -> Path:
     """Write the machine file, whole or not at all, and its folder if there is none; returns where it lies.
 
@@ -77,10 +135,11 @@ def write_ceilings(path: Path | None, ceilings: MachineCeilings) -> Path:
     return path
 
 
-def read_ceilings(path: Path | None = None) -> MachineCeilings | None:
+def read_ceilings(path: Path | None = None, any_machine: bool = False) -> MachineCeilings | None:
     """The ceilings of this machine; None if there is no file, or, with a warning, if it is another machine's.
 
-    path: None for `machine_file()`. ConfigError, with file and field, if it is damaged.
+    path: None for `machine_file()`; any_machine: another machine's will do. ConfigError, with file and field, if it is
+    damaged.
     """
     path = machine_file() if path is None else path
     try:
@@ -92,6 +151,8 @@ def read_ceilings(path: Path | None = None) -> MachineCeilings | None:
     except ValueError as error:  # not UTF-8, or not JSON
         raise ConfigError(f"machine file {path}: not JSON ({error}); measure again, or remove it") from None
     ceilings = _parse(path, content)
+    if any_machine:
+        return ceilings
     here = (this_gpu(), this_cores())
     if (ceilings.gpu, ceilings.cores) != here:
         _warn_once(
@@ -114,6 +175,10 @@ def _is_versions(value: Any) -> bool:
     return isinstance(value, dict) and all(version is None or isinstance(version, str) for version in value.values())
 
 
+def _is_rates(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_rate, value.values()))
+
+
 _RATE_OR_NULL = ("a number > 0, or null", lambda v: v is None or _is_rate(v))
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scan_bytes_per_s": ("a number > 0", _is_rate),
@@ -125,18 +190,26 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "measured_at": ("a date", lambda v: isinstance(v, str)),
     "versions": ("an object of names and versions", _is_versions),
 }
+_LATER_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "read_bytes_per_s": _RATE_OR_NULL,
+    "dma_d2h_bytes_per_s": _RATE_OR_NULL,
+    "dma_both_bytes_per_s": _RATE_OR_NULL,
+    "scan_by_key_type": ("an object of key types and numbers > 0", _is_rates),
+    "cpu": ("a name, or null", lambda v: v is None or isinstance(v, str)),
+}
 
 
 def _parse(path: Path, content: Any) -> MachineCeilings:
     if not isinstance(content, dict):
         raise ConfigError(f"machine file {path}: not a JSON object; measure again, or remove it")
-    for name, (allowed, is_allowed) in _FIELDS.items():
+    known = _FIELDS | {name: rule for name, rule in _LATER_FIELDS.items() if name in content}
+    for name, (allowed, is_allowed) in known.items():
         given = repr(content[name]) if name in content else "missing"
         if name not in content or not is_allowed(content[name]):
             raise ConfigError(
                 f"machine file {path}: {name} is {given} (allowed: {allowed}); measure again, or remove the file"
             )
-    return MachineCeilings(**{name: content[name] for name in _FIELDS})
+    return MachineCeilings(**{name: content[name] for name in known})
 
 
 def limit_ms(

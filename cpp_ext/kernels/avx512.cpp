@@ -1,4 +1,4 @@
-// AVX-512 F/BW/VL. Bytes from DRAM are the cost, so the plan is: touch each key once, keep many loads in flight, and
+// AVX-512 F/BW/VL/DQ. Bytes from DRAM are the cost, so the plan is: touch each key once, keep many loads in flight, and
 // spend few instructions.
 //
 // The unit of work is a tile of G query heads x R rows with G * R <= 16: one accumulator register for each (head, row)
@@ -20,7 +20,7 @@
 #pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own intrinsics: its bug 105593
 #pragma GCC diagnostic ignored "-Wuninitialized"        // the same
-#pragma GCC target("avx512f,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,prefer-vector-width=512")
 
 namespace hybridgen {
 namespace {
@@ -51,6 +51,13 @@ struct BFloat16 {
   }
 };
 
+struct Int8 {
+  using Element = std::int8_t;
+  static __m512 load(__mmask16 mask, const std::int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p)));
+  }
+};
+
 // Lane i of the result is the sum of the lanes of v[i].
 inline __m512 sums_of(const __m512 (&v)[kLanes]) {
   __m512 quad[4];  // in each 128-bit quarter: that quarter's sums of four registers
@@ -69,14 +76,24 @@ inline __m512 sums_of(const __m512 (&v)[kLanes]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 
-// G heads from `query` and `out` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows
-// from one to the one that is prefetched meanwhile.
+// Lane i of the result is x[i % R].
+template <int R>
+inline __m512 repeated(const float* x) {
+  if constexpr (R == 16) return _mm512_loadu_ps(x);
+  if constexpr (R == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(x));
+  if constexpr (R == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(x));
+  return _mm512_castpd_ps(_mm512_set1_pd(_mm_cvtsd_f64(_mm_castps_pd(_mm_loadu_ps(x)))));
+}
+
+// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows from one to
+// the one that is prefetched meanwhile.
 template <class Key, int G, bool Listed>
-void strip(const ScanBlock& block, const float* query, std::int64_t first, float* out, std::int64_t rows,
-           std::int64_t ahead) {
+void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
+  constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
   using Element = typename Key::Element;
   const std::int64_t d = block.head_dim;
+  const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
   const std::int64_t distance = ahead * block.key_stride;
   for (std::int64_t j = 0; j < rows; j += R) {
@@ -120,10 +137,22 @@ void strip(const ScanBlock& block, const float* query, std::int64_t first, float
     for (; c + kLanes <= d; c += kLanes) step(c, kAll);
     if (c < d) step(c, kAll >> 8);  // head_dim is a multiple of 8: half a register is left
 
+    __m512 logits = sums_of(acc);
+    if constexpr (kScaled) {
+      float steps[kLanes] = {};
+      for (int r = 0; r < n; ++r) {
+        const std::int64_t at = first + j + r;
+        steps[r] = block.row_scales[Listed ? std::int64_t{block.list[at]} : at];
+      }
+      const __m512 shifts = _mm512_maskz_loadu_ps((1 << G) - 1, block.shifts + head);
+      const __m512i heads = _mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                              R == 16 ? 4 : R == 8 ? 3 : R == 4 ? 2 : 1);  // lane i's: i / R
+      logits = _mm512_fmadd_ps(logits, repeated<R>(steps), _mm512_permutexvar_ps(heads, shifts));
+    }
     float sums[kLanes];
-    _mm512_storeu_ps(sums, _mm512_mul_ps(sums_of(acc), _mm512_set1_ps(block.scale)));
+    _mm512_storeu_ps(sums, _mm512_mul_ps(logits, _mm512_set1_ps(block.scale)));
     for (int g = 0; g < G; ++g) {
-      float* to = out + g * block.out_stride + j;
+      float* to = block.out + (head + g) * block.out_stride + first + j;
       if (n == R) {
         std::memcpy(to, sums + g * R, sizeof(float) * R);  // one or two moves; with n it would be a call
       } else {
@@ -159,7 +188,7 @@ void fetch_first(const ScanBlock& block, std::int64_t rows) {
 
 template <class Key, bool Listed>
 void scan_rows(const ScanBlock& block) {
-  using Strip = void (*)(const ScanBlock&, const float*, std::int64_t, float*, std::int64_t, std::int64_t);
+  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
   static constexpr Strip kStrips[kMaxHeads + 1] = {
       nullptr,
       strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
@@ -175,7 +204,7 @@ void scan_rows(const ScanBlock& block) {
     const std::int64_t ahead = more ? rows_ahead : 0;
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
-      kStrips[n](block, block.query + g * block.head_dim, j, block.out + g * block.out_stride + j, rows, ahead);
+      kStrips[n](block, g, j, rows, ahead);
     }
   }
 }
@@ -301,8 +330,17 @@ void combine(const float* x, std::int64_t stride, const float* factors, std::int
   }
 }
 
-constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>, scan<BFloat16>};
-constexpr WeighFn kWeigh[kKeyTypes] = {weigh<Float32>, weigh<Float16>, weigh<BFloat16>};
+// Four-byte dot products without VNNI. No pair of products leaves 16 bits: 2 * 15 * 127.
+inline __m512i dot(__m512i sums, __m512i codes, __m512i weights) {
+  const __m512i pairs = _mm512_maddubs_epi16(codes, weights);
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+
+#include "sketch512.h"
+
+constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>,  scan<BFloat16>,
+                                     scan<Int8>,    scan_sketch<4>, scan_sketch<2>};
+constexpr WeighFn kWeigh[kValueTypes] = {weigh<Float32>, weigh<Float16>, weigh<BFloat16>};
 
 }  // namespace
 }  // namespace hybridgen
@@ -315,13 +353,13 @@ namespace {
 // libgcc also asks the OS (xgetbv) whether it saves the registers.
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
 }
 
 }  // namespace
 
 const IsaKernels kAvx512 = {"avx512",     usable,
-                            {kScan[0], kScan[1], kScan[2]},
+                            {kScan[0], kScan[1], kScan[2], kScan[3], kScan[4], kScan[5]},
                             {kWeigh[0], kWeigh[1], kWeigh[2]},
                             maximum,      exponentials,
                             combine};

@@ -2,21 +2,41 @@
 //
 // A kernel works on one block: some token rows of one KV head of one sequence, for all query heads of the group.
 // Batches, heads, threads and job queues are the business of scan_worker.h and attention.h, so an ISA is one file of
-// plain loops. This header holds declarations only: kernel files include it before their target region.
+// plain loops. This header holds declarations and constants only: kernel files include it before their target region.
 #pragma once
 
 #include <cstdint>
 
 namespace hybridgen {
 
-// How keys and values are stored. The number indexes IsaKernels::scan and ::weigh.
-enum class KeyType : int { Float32 = 0, Float16 = 1, BFloat16 = 2 };
-constexpr int kKeyTypes = 3;
+// How keys are stored. The number indexes IsaKernels::scan; of the first kValueTypes, IsaKernels::weigh, too.
+// Int8: symmetric, a scale for each row, about a mean for each channel.
+// Int4 and Int2 are sketches: blocks of 64 tokens, asymmetric, a scale and a zero for each channel and block. A block is
+// one run of bytes without gaps: codes, then fp16 scale[head_dim], then fp16 zero[head_dim]; only whole blocks exist.
+// Channels go in quads; byte 4 * lane + k, lane < 16, of a vector of 64 codes' bytes is of channel 4 * quad + k.
+//   Int2: vector quad; bits 2t and 2t + 1 of the byte are the code of token 16 * t + lane, t < 4
+//   Int4: vectors 2 * quad + v, v < 2; its low nibble is of token 32 * v + lane, its high one of 32 * v + 16 + lane
+// hybridgen/kv_cache/quantize.py makes them and says the same in Python.
+enum class KeyType : int { Float32 = 0, Float16 = 1, BFloat16 = 2, Int8 = 3, Int4 = 4, Int2 = 5 };
+constexpr int kKeyTypes = 6;
+constexpr int kValueTypes = 3;
 
-// out[g * out_stride + j] = scale * sum_c query[g * head_dim + c] * keys[j * key_stride + c]
-// for g < group, j < rows, c < head_dim; with a list, row list[j] of the keys instead of row j: in any order, repeated
-// or not. Strides in elements. Sums are fp32. Nothing outside these elements is read or written, and no pointer is
-// aligned to more than its element.
+constexpr bool is_sketch(KeyType type) { return type == KeyType::Int4 || type == KeyType::Int2; }
+
+constexpr std::int64_t kSketchTokens = 64;  // of a block
+constexpr std::int64_t kMaxSketchDim = 1024;  // largest head_dim of a sketch's kernel: its weights lie on the stack
+constexpr std::int64_t sketch_code_bytes(int bits, std::int64_t head_dim) { return 8 * head_dim * bits; }
+constexpr std::int64_t sketch_bytes(int bits, std::int64_t head_dim) { return (8 * bits + 4) * head_dim; }
+
+// out[g * out_stride + j] = scale * (sum_c query[g * head_dim + c] * key(j, c) + shifts[g])
+// for g < group, j < rows, c < head_dim; with a list, key(list[j], c) instead: in any order, repeated or not.
+//   floats: key(j, c) = keys[j * key_stride + c], and no shifts
+//   int8:   key(j, c) = row_scales[j] * keys[j * key_stride + c]; a shift is the query times the mean of the keys
+//   sketch: key(j, c) = scale(c) * code(j, c) + zero(c), of block j / 64 at byte j / 64 * key_stride of keys; as above.
+//           The query times scale(c), less what a rounding to int8 with one step a block and head takes away, meets the
+//           codes in integers, which are the same for every ISA. A sorted list visits each block once.
+// Strides in elements. Sums of floats are fp32. Nothing outside these elements is read or written (of a sketch, the
+// blocks of these rows), and no pointer is aligned to more than its element.
 struct ScanBlock {
   const float* query;
   const void* keys;
@@ -28,6 +48,8 @@ struct ScanBlock {
   std::int64_t head_dim;  // a positive multiple of 8
   float scale;
   const std::int32_t* list = nullptr;  // [rows]: a tier has fewer than 2^31
+  const float* row_scales = nullptr;   // int8 only
+  const float* shifts = nullptr;       // [group], of int8 and sketches
 };
 
 using ScanFn = void (*)(const ScanBlock&);
@@ -52,7 +74,7 @@ struct IsaKernels {
   const char* name;
   bool (*usable)();  // do this CPU and this OS run it?
   ScanFn scan[kKeyTypes];
-  WeighFn weigh[kKeyTypes];
+  WeighFn weigh[kValueTypes];
   // The largest x[i], i < n; -inf if there is none.
   float (*maximum)(const float* x, std::int64_t n);
   // out[i] = exp(x[i] - shift), within 2 ulp and the same for equal x; returns their sum. `out` may be x, or null.
@@ -64,7 +86,9 @@ struct IsaKernels {
 
 extern const IsaKernels kScalar;
 #if defined(__x86_64__)
+extern const IsaKernels kAvx2;
 extern const IsaKernels kAvx512;
+extern const IsaKernels kAvx512Vnni;  // kAvx512 with other kernels for sketches
 #endif
 
 }  // namespace hybridgen

@@ -35,6 +35,8 @@ class LayerAttention(ABC):
     predicts: bool = False
     #: Rows of each sequence in the host tier as the last scan saw them; None without a host tier.
     host_lengths: list[int] | None = None
+    #: How the host keeps keys, where there is a host tier: a dtype, `int8`, `...+int2`.
+    key_kind: str | None = None
     #: What was chosen in the running step, for layers that choose.
     selection: TokenSelection | None = None
     #: Host rows of each sequence that were scored in the running step (of each KV head).
@@ -63,8 +65,11 @@ class LayerAttention(ABC):
         """Copy a sequence's tokens so far, in order, into the first rows of keys, values [Hkv, n, d]."""
 
     @abstractmethod
-    def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
-        """Take over a prefilled sequence [Hkv, n, d]; the tickets of copies that still read it."""
+    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
+        """Take over a prefilled sequence [Hkv, n, d]; the tickets of copies that still read it.
+
+        queries: [m, Hq, d], the last ones of the prompt; first_piece: tokens that the first prefill piece had.
+        """
 
 
 def group_by_kv_head(query: Tensor, num_kv_heads: int) -> Tensor:

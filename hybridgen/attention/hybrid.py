@@ -9,6 +9,7 @@ Without, the layer waits for its own scan. Where the plan says `pre_qkt`, candid
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -25,7 +26,7 @@ from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.host_memory import HostBuffer
-from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
+from hybridgen.offload.logit_worker import LogitWorker, ScannedKeys, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 from hybridgen.selection.budget import (
     KeepLimits,
@@ -38,6 +39,8 @@ from hybridgen.selection.budget import (
 )
 from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_sizes, trial_mass
 from hybridgen.types import LayerPlan, TokenSelection
+
+_log = logging.getLogger(__name__)
 
 
 class HybridAttention(LayerAttention):
@@ -93,15 +96,14 @@ class HybridAttention(LayerAttention):
         self._limits = keep_limits(plan.keep, self.host_lengths, sizes, plan.extra)
         if sizes is None:
             self.scored = self.host_lengths
-            self._scan = self._scan_host(query)
+            self._scan = self._scan_host(query, self._kv.host_keys.scanned())
         else:
             rows = self._name_candidates(sizes)
             if self.weighs_by_scores or not all_are_kept(self._limits):
                 self.scored = sizes
                 scale = self._spec.scale
-                self._scan = self._worker.submit(
-                    query, self._kv.host_keys, sizes, scale, self._layer, rows, self._listed_copy
-                )
+                keys = self._kv.host_keys.scanned()
+                self._scan = self._worker.submit(query, keys, sizes, scale, self._layer, rows, self._listed_copy)
         self._submitted = self._transfer.mark()
 
     def choose(self) -> None:
@@ -142,8 +144,11 @@ class HybridAttention(LayerAttention):
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         self._kv.load_past(sequence, keys, values)
 
-    def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
-        self._kv.store(sequence, keys, values)
+    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
+        self._kv.store(sequence, keys, values, queries, first_piece)
+        self.key_kind = self._kv.host_keys.kind
+        while self._kv.notes:
+            _log.warning("layer %d keeps %s: %s", self._layer, self.key_kind, self._kv.notes.pop(0))
         return self._kv.pending()
 
     def _selected(self, query: Tensor, logits: Tensor | None, limits: KeepLimits) -> TokenSelection:
@@ -181,9 +186,9 @@ class HybridAttention(LayerAttention):
     def _bring(self, chosen: TokenSelection) -> None:
         """Have K and V of the chosen rows on the device when `_attend` wants them."""
         assert self._staging is not None
-        targets = self._staging.slot(self._layer, chosen.rows.shape[2])
-        sources = [self._kv.host_keys, self._kv.host_values]
-        self._fetch = self._transfer.fetch_rows(sources, chosen.rows, chosen.counts, targets)
+        self._fetch = self._kv.host_keys.fetch(
+            self._kv.host_values, chosen.rows, chosen.counts, self._staging, self._layer
+        )
 
     def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
         """Context of query [B, Hq, d] over sinks, window, new token and chosen rows, and its log-sum-exp [B, Hq]."""
@@ -204,8 +209,8 @@ class HybridAttention(LayerAttention):
         grouped = group_by_kv_head(query, self._spec.num_kv_heads)
         return attention_logits(grouped, self._kv.keys, self._kv.empty, self._spec.scale)
 
-    def _scan_host(self, query: Tensor) -> ScanTicket:
-        return self._worker.submit(query, self._kv.host_keys, self.host_lengths, self._spec.scale, self._layer)
+    def _scan_host(self, query: Tensor, keys: HostBuffer | ScannedKeys) -> ScanTicket:
+        return self._worker.submit(query, keys, self.host_lengths, self._spec.scale, self._layer)
 
     def _name_candidates(self, sizes: list[int]) -> HostBuffer:
         """The list where the scan reads it: int32 [B, Hkv, longest size]; on its way there if it is new."""
@@ -222,7 +227,7 @@ class HybridAttention(LayerAttention):
 
     def _probe(self, query: Tensor, attended: Tensor) -> None:
         """Compare what was attended, log-sum-exp [B, Hq], with all there is, by the true query."""
-        scan = self._scan_host(query)
+        scan = self._scan_host(query, self._kv.host_keys.exact())
         host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), self.host_lengths)
         total = torch.logsumexp(torch.cat((self._local_scores(query), host), dim=-1), dim=-1)
         scan.release(self._transfer.mark())

@@ -5,6 +5,8 @@ The chosen rows are read where they lie, so nothing is fetched; they are counted
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,20 @@ class CpuHybridAttention(HybridAttention):
         return choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale, p), p
 
     def _bring(self, chosen: TokenSelection) -> None:
-        keys = self._kv.host_keys.tensor
-        self._telemetry.count_on_device("h2d", chosen.counts, 2 * keys.shape[3] * keys.element_size())
+        keys = self._kv.host_keys.in_place
+        if keys is None:  # they have to be decoded first
+            super()._bring(chosen)
+            return
+        row_bytes = keys.tensor.shape[3] * (keys.tensor.element_size() + self._kv.host_values.tensor.element_size())
+        self._telemetry.count_on_device("h2d", chosen.counts, row_bytes)
 
     def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
-        kv = self._kv
-        host = (kv.host_keys.tensor, kv.host_values.tensor)
-        return attend_rows(query, kv.keys, kv.values, kv.empty, *host, chosen, self._spec.scale, want_log_sum)
+        kv, in_place = self._kv, self._kv.host_keys.in_place
+        keys, values = None if in_place is None else in_place.tensor, kv.host_values.tensor
+        if self._fetch is not None:
+            keys, values = self._fetch.targets
+            self._fetch = None
+            places = torch.arange(chosen.rows.shape[2]).expand(chosen.rows.shape)
+            chosen = replace(chosen, rows=places.masked_fill(chosen.padding.squeeze(2), 0))
+        scale = self._spec.scale
+        return attend_rows(query, kv.keys, kv.values, kv.empty, keys, values, chosen, scale, want_log_sum)

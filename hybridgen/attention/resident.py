@@ -35,6 +35,6 @@ class ResidentAttention(LayerAttention):
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         self._kv.load_past(sequence, keys, values)
 
-    def store(self, sequence: int, keys: Tensor, values: Tensor) -> list[Ticket]:
+    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
         self._kv.store(sequence, keys, values)
         return []

@@ -17,6 +17,7 @@ from hybridgen.config import Config
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
+from hybridgen.kv_cache.host_keys import KeyStorage, key_parts
 from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
@@ -32,6 +33,8 @@ from hybridgen.types import DTYPES, ExactMode
 
 CUDA_RESERVE_BYTES = GIB * 6 // 10  # context, loaded kernels, library workspaces
 ROPE_SLACK_TOKENS = 1024  # rotary models are let run this far beyond their positions, with a warning
+
+_KEY_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ def window_layout(config: Config) -> WindowLayout:
     return WindowLayout(config.cache.sinks, config.cache.gpu_window)
 
 
+def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
+    """How the host keeps keys; dtype: the model's."""
+    stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
+    return KeyStorage(stored, None if config.cache.sketch == "none" else int(config.cache.sketch.removeprefix("int")))
+
+
 def prefill_chunk(config: Config, device: torch.device) -> int:
     """Tokens of one prefill piece."""
     return config.runtime.prefill_chunk or (4096 if device.type == "cuda" else 2048)
@@ -241,7 +250,7 @@ def plan_memory(
     The weights lie where `place_weights` puts them.
     """
     spec, dtype = choice.spec, choice.dtype
-    layout, element = window_layout(config), dtype.itemsize
+    layout, element, keys_as = window_layout(config), dtype.itemsize, key_storage(config, dtype)
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
     resident = window = host = staging = logits = past = listed = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
@@ -251,11 +260,17 @@ def plan_memory(
             continue
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
-        host += 2 * tensor_bytes(shape, dtype)
+        host += tensor_bytes(shape, dtype) + sum(tensor_bytes(*part) for part in key_parts(shape, keys_as))
         kept = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (kept + layout.rows)
         # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
-        staging = max(staging, batch * layer.kv_bytes_per_token(element) * kept * 2 + rows * layer.head_dim * 8)
+        encoded = 0 if keys_as.stored is dtype else kept * (layer.head_dim * keys_as.stored.itemsize + 4)
+        staging = max(
+            staging,
+            batch * layer.kv_bytes_per_token(element) * kept * 2
+            + 2 * batch * layer.num_kv_heads * encoded
+            + rows * layer.head_dim * 8,
+        )
         # Two scans in flight; then probabilities, 8-byte sort keys and their order for one of them.
         scores = batch * layer.num_heads * shape[2]
         logits = max(logits, scores * 4 * 2 + scores * 4 * 2 + batch * layer.num_kv_heads * shape[2] * 28)

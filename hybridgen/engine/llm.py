@@ -29,6 +29,7 @@ from hybridgen.engine.schedule import FixedSchedule, ReplaySchedule, Schedule
 from hybridgen.engine.scheduling import make_schedule, most_fetched, names_candidates, observe
 from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError
+from hybridgen.kv_cache.host_keys import key_parts
 from hybridgen.kv_cache.layout import host_shape
 from hybridgen.kv_cache.resident import ResidentKV
 from hybridgen.kv_cache.staging import Staging
@@ -238,7 +239,9 @@ class LLM:
         ]
         poison = isinstance(self._transfer, LazyTransfer)
         listing = names_candidates(self.config)
-        slab_bytes = sum(2 * padded_bytes(shape, self.dtype) for shape in shapes)
+        keys_as = build.key_storage(self.config, self.dtype)
+        slab_bytes = sum(padded_bytes(shape, self.dtype) for shape in shapes)
+        slab_bytes += sum(padded_bytes(*part) for shape in shapes for part in key_parts(shape, keys_as))
         if listing:
             slab_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
         slab = HostSlab(slab_bytes, self.device, poison)
@@ -257,23 +260,25 @@ class LLM:
                 continue
             threshold = self._layout.ageing_threshold(layer, self.spec.num_layers)
             tiered = TieredKV(
-                spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer
+                spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer, keys_as
             )
             predicts = mode == "lookahead"
             weighs = predicts and self.config.attention.lookahead == "logits"
             candidates = listed_rows = None
             if listing:
-                sequences, heads, length, _ = tiered.host_keys.tensor.shape
+                sequences, heads, length, _ = tiered.host_values.tensor.shape
                 rows = (sequences, heads, length)
                 candidates, listed_rows = Candidates(rows, self.device), slab.take(rows, torch.int32)
             executor: type[HybridAttention] = LogitsHybridAttention if weighs else plain
             staging = None
             if native and not weighs:
                 executor = CpuHybridAttention
-            else:
+            if executor is not CpuHybridAttention or keys_as.stored is torch.int8:  # else rows are read in place
                 if spec not in stagings:
-                    kept = most_fetched(self.config, self._layout.host_rows(capacity))
-                    stagings[spec] = Staging(batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype)
+                    kept, stored = most_fetched(self.config, self._layout.host_rows(capacity)), keys_as.stored
+                    stagings[spec] = Staging(
+                        batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype, stored
+                    )
                 staging = stagings[spec]
             attention = executor(
                 layer, spec, tiered, self._worker, self._transfer, predicts, staging, candidates, listed_rows

@@ -91,6 +91,7 @@ def build_report(
             "target_missed": batch.schedule.target_missed if isinstance(batch.schedule, FeedbackSchedule) else None,
             "steps": encode(batch.plans[: len(steps)]),
         },
+        "key_types": _key_types(batch),
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
         "versions": {
@@ -110,9 +111,16 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 def _kind_of_mass(llm: LLM, batch: Batch) -> str:
     """contracts.md, "covered_mass"."""
-    if any(layer.mode == "pre_qkt" for plan in batch.plans for layer in plan.layers):
+    by_candidates = any(layer.mode == "pre_qkt" for plan in batch.plans for layer in plan.layers)
+    if by_candidates or any("+int" in kind for kind in _key_types(batch).values()):
         return "estimated"
     return "exact" if llm.config.attention.lookahead == "off" else "predicted"
+
+
+def _key_types(batch: Batch) -> dict[str, str]:
+    """How the host keeps each layer's keys, for layers with a host tier."""
+    layers = batch.micro_batches[0].layers
+    return {str(index): layer.key_kind for index, layer in enumerate(layers) if layer.key_kind is not None}
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
+from hybridgen.kv_cache.recall import QUERIES
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.transfer import Ticket
@@ -127,9 +128,10 @@ class Runner:
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
                 context = causal_attention(query, keys[:, : rows.stop], values[:, : rows.stop], spec)
                 state.x[first:last] = model.finish(layer, weights, x, context)
-            tickets = attention.store(sequence, keys, values)
+            kept = (sequence, keys, values, query[-QUERIES:], past + min(end - start, self._prefill_chunk))
+            tickets = attention.store(*kept)
             for mirror in mirrors:
-                tickets = tickets + mirror.layers[layer].store(sequence, keys, values)
+                tickets = tickets + mirror.layers[layer].store(*kept)
             copies.append(tickets)
         for micro_batch in (state.micro_batch, *mirrors):
             if micro_batch.changes is not None:

@@ -10,23 +10,44 @@ from torch import Tensor
 
 
 class Staging:
-    """K and V of up to `rows` tokens for each of `batch` x `heads` KV heads, twice."""
+    """K and V of up to `rows` tokens for each of `batch` x `heads` KV heads, twice; K as it is stored, too."""
 
     def __init__(
-        self, batch: int, heads: int, rows: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        self,
+        batch: int,
+        heads: int,
+        rows: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: torch.dtype | None = None,
     ) -> None:
+        """stored: the type of the host's keys where it is not `dtype`."""
         # Zeroed, so that padding, which is never written, is finite.
         self._slots = torch.zeros((2, 2, batch * heads * rows * head_dim), dtype=dtype, device=device)
-        self._shape = (batch, heads, head_dim)
+        encoded = rows if stored is not None and stored is not dtype else 0
+        self._encoded = torch.zeros((2, batch * heads * encoded * head_dim), dtype=stored or dtype, device=device)
+        scales = rows if stored is torch.int8 else 0
+        self._scales = torch.zeros((2, batch * heads * scales), dtype=torch.float32, device=device)
+        self._shape, self._rows = (batch, heads, head_dim), rows
 
     def slot(self, layer: int, rows: int) -> list[Tensor]:
         """K and V, each contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
         batch, heads, head_dim = self._shape
-        room = self._slots.shape[2] // (batch * heads * head_dim)
-        if rows > room:
+        if rows > self._rows:
             raise ValueError(
-                f"{rows} rows of each KV head are to be fetched, there is room for {room}: a plan keeps more "
-                "than schedule.mode and schedule.most_extra allow"
+                f"{rows} rows of each KV head are to be fetched, there is room for {self._rows}: a plan keeps "
+                "more than schedule.mode and schedule.most_extra allow"
             )
         keys, values = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
         return [keys.view(batch, heads, rows, head_dim), values.view(batch, heads, rows, head_dim)]
+
+    def encoded(self, layer: int, rows: int) -> Tensor:
+        """K as it is stored, contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
+        batch, heads, head_dim = self._shape
+        return self._encoded[layer % 2][: batch * heads * rows * head_dim].view(batch, heads, rows, head_dim)
+
+    def scales(self, layer: int, rows: int) -> Tensor:
+        """Scales of int8 keys, contiguous float32 [B, Hkv, rows, 1], for this layer's turn."""
+        batch, heads, _ = self._shape
+        return self._scales[layer % 2][: batch * heads * rows].view(batch, heads, rows, 1)

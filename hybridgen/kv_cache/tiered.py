@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridgen.kv_cache.host_keys import HostKeys, KeyStorage, SketchedKeys, key_parts, make_host_keys
 from hybridgen.kv_cache.layout import AGEING_BLOCK, WindowLayout, device_shape, host_shape
+from hybridgen.kv_cache.recall import adequate_storage
 from hybridgen.models.spec import LayerSpec
-from hybridgen.offload.host_memory import HostSlab
+from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.offload.transfer import Ticket, TransferEngine
 
 
@@ -30,7 +32,9 @@ class TieredKV:
         dtype: torch.dtype,
         slab: HostSlab,
         transfer: TransferEngine,
+        keys_as: KeyStorage | None = None,
     ) -> None:
+        """slab: has room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`."""
         self.layout = layout
         self.lengths = [0] * batch
         self.host_lengths = [0] * batch
@@ -39,9 +43,12 @@ class TieredKV:
         self.values = torch.zeros_like(self.keys)
         self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
-        self.host_keys, self.host_values = slab.take(shape, dtype), slab.take(shape, dtype)
-        for host in (self.host_keys, self.host_values):
-            host.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite, too
+        keys_as = keys_as or KeyStorage(dtype)
+        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, slab, transfer)
+        self.host_values = slab.take(shape, dtype)
+        self.host_values.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite
+        self.notes: list[str] = []  # on keys that are not stored as was asked for
+        self._keys_as, self._shape, self._dtype, self._device = keys_as, shape, dtype, device
         self._ageing_threshold = ageing_threshold
         self._transfer = transfer
         self._arriving: list[Ticket] = []
@@ -82,40 +89,42 @@ class TieredKV:
         """Copy the tokens so far, in order, into the first rows of keys, values [Hkv, n, d]."""
         self.admit()
         length, sinks, host = self.lengths[sequence], self.layout.sinks, self.host_lengths[sequence]
-        for out, local, remote in (
-            (keys, self.keys, self.host_keys),
-            (values, self.values, self.host_values),
-        ):
+        for out, local in ((keys, self.keys), (values, self.values)):
             out[:, : min(sinks, length)] = local[sequence, :, : min(sinks, length)]
-            if host:
-                source = remote.device_view[sequence, :, :host]
-                self._transfer.copy(out[:, sinks : sinks + host], source, "h2d").wait()
             row = sinks + host
             for slots in self._ring_slices(host, self.window_length(sequence)):
                 out[:, row : row + slots.stop - slots.start] = local[sequence, :, slots]
                 row += slots.stop - slots.start
+        if host:
+            self.host_keys.load(sequence, host, keys[:, sinks : sinks + host])
+            source = self.host_values.device_view[sequence, :, :host]
+            self._transfer.copy(values[:, sinks : sinks + host], source, "h2d").wait()
 
-    def store(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> None:
         """Take over a prefilled sequence: keys, values [Hkv, n, d], those beyond the length are new.
 
+        queries: [m, Hq, d], the last ones of the prompt; first_piece: tokens that the first prefill piece had.
         The host rows that are new are under way when this returns; `admit` waits for them.
         """
         self.admit()
         length, sinks = keys.shape[1], self.layout.sinks
         held = self.host_lengths[sequence]
         host = self.layout.host_rows(length)
-        for new, local, remote in (
-            (keys, self.keys, self.host_keys),
-            (values, self.values, self.host_values),
-        ):
+        if not self.lengths[sequence]:
+            if not any(self.lengths):
+                self._settle_keys(queries, keys[:, sinks:])
+            self.host_keys.begin(sequence, keys[:, sinks:first_piece])
+        for new, local in ((keys, self.keys), (values, self.values)):
             local[sequence, :, :sinks][:, :length] = new[:, :sinks]
             row = sinks + host
             for slots in self._ring_slices(host, max(0, length - sinks - host)):
                 local[sequence, :, slots] = new[:, row : row + slots.stop - slots.start]
                 row += slots.stop - slots.start
-            if host > held:
-                target = remote.device_view[sequence, :, held:host]
-                self._arriving.append(self._transfer.copy(target, new[:, sinks + held : sinks + host], "d2h"))
+        if host > held:
+            rows = slice(sinks + held, sinks + host)
+            self._arriving += self.host_keys.store(sequence, held, keys[:, rows])
+            target = self.host_values.device_view[sequence, :, held:host]
+            self._arriving.append(self._transfer.copy(target, values[:, rows], "d2h"))
         self.empty[sequence] = True
         self.empty[sequence, 0, 0, : min(sinks, length)] = False
         for slots in self._ring_slices(host, max(0, length - sinks - host)):
@@ -128,12 +137,29 @@ class TieredKV:
 
     def _copy_block_out(self, sequence: int) -> None:
         host = self.host_lengths[sequence]
-        for local, remote in ((self.keys, self.host_keys), (self.values, self.host_values)):
-            row = host
-            for slots in self._ring_slices(host, AGEING_BLOCK):
-                target = remote.device_view[sequence, :, row : row + slots.stop - slots.start]
-                self._arriving.append(self._transfer.copy(target, local[sequence, :, slots], "d2h"))
-                row += slots.stop - slots.start
+        slots = self._ring_slices(host, AGEING_BLOCK)
+        keys, values = (
+            torch.cat([local[sequence, :, some] for some in slots], dim=1)
+            if len(slots) > 1
+            else local[sequence, :, slots[0]]
+            for local in (self.keys, self.values)
+        )
+        self._arriving += self.host_keys.store(sequence, host, keys)
+        target = self.host_values.device_view[sequence, :, host : host + AGEING_BLOCK]
+        self._arriving.append(self._transfer.copy(target, values, "d2h"))
+
+    def _settle_keys(self, queries: Tensor, keys: Tensor) -> None:
+        """Before the first row is stored: what quantising would spoil, by the first sequence's keys, stays whole."""
+        settled, self.notes = adequate_storage(self._keys_as, self._dtype, queries, keys)
+        if settled == self._keys_as:
+            return
+        if settled.stored == self._keys_as.stored and isinstance(self.host_keys, SketchedKeys):
+            self.host_keys = self.host_keys.plain
+        else:  # larger than what the slab has for them
+            parts = key_parts(self._shape, settled)
+            slab = HostSlab(sum(padded_bytes(*part) for part in parts), self._device)
+            self.host_keys = make_host_keys(self._shape, settled, self._dtype, slab, self._transfer)
+        self._keys_as = settled
 
     def _ring_slices(self, start: int, count: int) -> list[slice]:
         """Device slots of `count` tokens from position sinks + start on: one slice, or two around the end."""

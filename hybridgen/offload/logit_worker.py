@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,24 @@ except ImportError as error:
     ) from None
 
 KEY_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+SKETCH_BLOCK = 64  # tokens of a sketch's block, as in kv_cache/quantize.py and cpp_ext/kernels/scan.h
+_BYTES_PER_CHANNEL = {"int4": 36, "int2": 20}  # of a sketch's block: codes, scale and zero
+
+
+@dataclass(frozen=True)
+class ScannedKeys:
+    """Keys in fewer bits, in host memory, as `kv_cache/quantize.py` makes them.
+
+    kind: "int8" (in place of the keys), "int4" or "int2" (a sketch of them).
+    codes: int8 [B, Hkv, N, d], channels contiguous; of a sketch uint8 [B, Hkv, N / 64, bytes of a block], blocks
+    contiguous. scales: float32 [B, Hkv, N], tokens contiguous, of int8 only. mean: float32 [B, Hkv, d], contiguous:
+    what was taken off the keys; None: nothing was.
+    """
+
+    kind: str
+    codes: HostBuffer
+    scales: HostBuffer | None = None
+    mean: HostBuffer | None = None
 
 
 @dataclass
@@ -40,18 +59,16 @@ class _Buffers:
 class ScanTicket:
     """A scan under way."""
 
-    def __init__(
-        self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int, read_bytes: int
-    ) -> None:
+    def __init__(self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int) -> None:
         self._worker, self._job, self._buffers = worker, job, buffers
-        self._layer, self._length, self._read_bytes = layer, length, read_bytes
+        self._layer, self._length = layer, length
 
     def logits(self) -> Tensor:
         """Wait; float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
 
         Valid until `release`.
         """
-        return self._worker._collect(self._job, self._buffers, self._layer, self._length, self._read_bytes)
+        return self._worker._collect(self._job, self._buffers, self._layer, self._length)
 
     def release(self, after: Ticket) -> None:
         """Once `after` is over the logits are not needed any more."""
@@ -91,7 +108,7 @@ class LogitWorker:
     def submit(
         self,
         query: Tensor,
-        keys: HostBuffer,
+        keys: HostBuffer | ScannedKeys,
         lengths: list[int],
         scale: float,
         layer: int,
@@ -100,21 +117,29 @@ class LogitWorker:
     ) -> ScanTicket:
         """Score the first lengths[b] keys of each sequence: logits = scale * q . k.
 
-        query: [B, Hq, d] on the device; keys: [B, Hkv, N, d], channels contiguous, in host memory.
+        query: [B, Hq, d] on the device; keys: [B, Hkv, N, d], channels contiguous, in host memory, or ScannedKeys:
+        then a logit is that of the key that the codes and the mean stand for, and of a sketch the query is rounded, too
+        (less than 2 % of what tells logits apart; cpp_ext/kernels/scan.h).
         rows: int32 [B, Hkv, n], contiguous, in host memory: only these keys are scored, each KV head its own, and
         lengths[b] counts listed rows; logit j is that of the key in row rows[b, h, j]. Each must be a row of the keys;
-        it is read when the scan runs, and not checked. rows_copied: the transfer that fills `rows`, if one is under
+        it is read when the scan runs, and not checked. For a sketch sort each list: every run of rows of one block of 64
+        reads the whole block. rows_copied: the transfer that fills `rows`, if one is under
         way; it must have been issued in direction "d2h", whose copies keep their order, so that the query's copy,
-        which starts the scan, comes after it. Keys and rows stay alive and unchanged until `logits` has returned.
+        which starts the scan, comes after it. Keys and rows stay alive and unchanged until `logits` has returned, which
+        also counts the bytes that were read: whole blocks of a sketch, int8's scales with its codes.
         ValueError: what does not fit.
         """
-        host_keys = keys.tensor
         batch, heads, dim = query.shape
-        if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
-            raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
-        if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
-            raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
-        if len(lengths) != batch or max(lengths) > host_keys.shape[2]:
+        if isinstance(keys, ScannedKeys):
+            key_type, host_keys, tokens = keys.kind, keys.codes.tensor, _check_scanned(keys, query)
+        else:
+            host_keys = keys.tensor
+            if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
+                raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
+            if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
+                raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
+            key_type, tokens = KEY_TYPES[host_keys.dtype], host_keys.shape[2]
+        if len(lengths) != batch or max(lengths) > tokens:
             raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
         if rows is not None:
             listed = rows.tensor
@@ -125,7 +150,7 @@ class LogitWorker:
             if max(lengths) > listed.shape[2]:
                 raise ValueError(f"lengths: {lengths} do not fit rows of shape {tuple(listed.shape)}")
 
-        buffers = self._take_buffers(batch, heads, host_keys.shape[2], dim)
+        buffers = self._take_buffers(batch, heads, tokens, dim)
         copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
         if self._lazy:
             buffers.logits.tensor.fill_(float("nan"))
@@ -133,7 +158,7 @@ class LogitWorker:
             query=buffers.query.tensor.data_ptr(),
             keys=host_keys.data_ptr(),
             out=buffers.logits.tensor.data_ptr(),
-            key_type=KEY_TYPES[host_keys.dtype],
+            key_type=key_type,
             num_heads=heads,
             num_kv_heads=host_keys.shape[1],
             head_dim=dim,
@@ -144,6 +169,7 @@ class LogitWorker:
             hold=True,
             rows=0 if rows is None else rows.tensor.data_ptr(),
             rows_stride=0 if rows is None else rows.tensor.shape[2],
+            **(_quantized_arguments(keys) if isinstance(keys, ScannedKeys) else {}),
         )
         if self._lazy:
             if rows_copied is not None:
@@ -151,19 +177,19 @@ class LogitWorker:
             copied.wait()
         else:
             self._transfer.call_after(copied, *self._pool.start_call(job))
-        read_bytes = sum(lengths) * host_keys.shape[1] * dim * host_keys.element_size()
-        self._telemetry.count_bytes("cpu_read", read_bytes)
-        return ScanTicket(self, job, buffers, layer, max(lengths), read_bytes)
+        return ScanTicket(self, job, buffers, layer, max(lengths))
 
     def close(self) -> None:
         self._pool.close()
 
-    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int, read_bytes: int) -> Tensor:
+    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
         if self._lazy:
             self._pool.start(job)
         waited_from = time.perf_counter()
         # With a GPU to feed, the thread that feeds it does not scan.
-        start_s, end_s = self._pool.wait(job, self.threads == 0 or self._device.type == "cpu")
+        help_ = self.threads == 0 or self._device.type == "cpu"
+        start_s, end_s, read_bytes = self._pool.wait_and_count(job, help_)
+        self._telemetry.count_bytes("cpu_read", read_bytes)
         self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
         self._telemetry.host_time("scan", layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
         logits = buffers.logits.device_view[:, :, :length]
@@ -186,3 +212,49 @@ class LogitWorker:
 
 def _key(buffers: _Buffers) -> tuple[int, ...]:
     return tuple(buffers.query.tensor.shape)
+
+
+def _check_scanned(keys: ScannedKeys, query: Tensor) -> int:
+    """How many tokens there are. ValueError: what does not fit."""
+    batch, _, dim = query.shape
+    codes = keys.codes.tensor
+    sketch = keys.kind in _BYTES_PER_CHANNEL
+    if not sketch and keys.kind != "int8":
+        raise ValueError(f"keys: kind '{keys.kind}': must be int8, int4 or int2")
+    if codes.dim() != 4 or codes.shape[0] != batch:
+        raise ValueError(f"keys: shape {tuple(codes.shape)} does not match query {tuple(query.shape)}")
+    width, dtype = (_BYTES_PER_CHANNEL[keys.kind] * dim, torch.uint8) if sketch else (dim, torch.int8)
+    if codes.dtype is not dtype or codes.shape[3] != width or codes.stride(3) != 1:
+        raise ValueError(
+            f"keys: codes are {codes.dtype} {tuple(codes.shape)} with strides {codes.stride()}: "
+            f"must be {dtype} [B, Hkv, n, {width}], contiguous in the last dimension"
+        )
+    if sketch and keys.scales is not None:
+        raise ValueError(f"keys: {keys.kind} takes no scales, its blocks have their own")
+    if not sketch and keys.scales is None:
+        raise ValueError("keys: int8 needs scales")
+    if keys.scales is not None:
+        scales = keys.scales.tensor
+        if scales.dtype is not torch.float32 or scales.shape != codes.shape[:3] or scales.stride(2) != 1:
+            raise ValueError(
+                f"keys: scales are {scales.dtype} {tuple(scales.shape)} with strides {scales.stride()}: "
+                f"must be torch.float32 {tuple(codes.shape[:3])}, tokens contiguous"
+            )
+    if keys.mean is not None:
+        mean = keys.mean.tensor
+        want = (*codes.shape[:2], dim)
+        if mean.dtype is not torch.float32 or mean.shape != want or not mean.is_contiguous():
+            raise ValueError(
+                f"keys: mean is {mean.dtype} {tuple(mean.shape)} with strides {mean.stride()}: "
+                f"must be torch.float32 {want}, contiguous"
+            )
+    return codes.shape[2] * (SKETCH_BLOCK if sketch else 1)
+
+
+def _quantized_arguments(keys: ScannedKeys) -> dict[str, Any]:
+    """What `hybridgen._C` wants to know of them beside the codes."""
+    arguments: dict[str, Any] = {"key_mean": 0 if keys.mean is None else keys.mean.tensor.data_ptr()}
+    if keys.scales is not None:
+        scales = keys.scales.tensor
+        arguments |= {"key_scales": scales.data_ptr(), "scale_strides": tuple(scales.stride()[:2])}
+    return arguments

@@ -14,7 +14,8 @@ from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.schedule import ReplaySchedule
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
-from tests.equivalence.dense_simulation import DenseModel, Settings
+from tests.equivalence.dense_keys import BLOCK, Encoded, KeyStorage
+from tests.equivalence.dense_simulation import DenseModel, Seen, Settings
 from tests.equivalence.simulated_batch import Plans, SimulatedBatch
 from tests.equivalence.zoo import ModelZoo
 
@@ -24,6 +25,7 @@ from tests.equivalence.zoo import ModelZoo
 LOGITS_TOLERANCE = 3e-4
 
 TRIAL_TOLERANCE = 1e-5  # of mass
+PROBE_TOLERANCE = 2e-5
 
 
 def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **overrides: Any) -> LLM:
@@ -47,6 +49,12 @@ def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **o
         values["attention.predictor"] = settings.predictor
     if settings.dropped != "share":
         values["attention.dropped"] = settings.dropped
+    if settings.key_type != "fp32":
+        values["cache.key_type"] = settings.key_type
+    if settings.sketch != "none":
+        values["cache.sketch"] = settings.sketch
+    if settings.prefill_chunk != Settings.prefill_chunk:
+        values["runtime.prefill_chunk"] = settings.prefill_chunk
     values |= {name.replace("__", "."): value for name, value in overrides.items()}
     return LLM(model=str(directory), overrides=values, strategy=strategy)
 
@@ -93,13 +101,21 @@ class SideBySide:
         micro_batch = llm.config.runtime.micro_batch
         self.simulated = SimulatedBatch(model, settings, len(capacities), seed, plans, micro_batch)
         self.worst_difference = 0.0  # of logits
-        self.trials = 0  # that were compared
+        self.trials = self.probes = 0  # that were compared
+        self.kinds: list[list[str | None]] = []  # of a micro-batch and layer: how its host keeps keys
+        self._quantised = not settings.keys_as.plain
+        self._queries: dict[tuple[int, int], Tensor] = {}  # micro-batch, layer -> what chooses in the running step
+        for index, some in enumerate(self.batch.micro_batches if self._quantised else []):
+            for layer, attention in enumerate(some.layers):
+                self._listen(attention, (index, layer))
 
     def prefill(self, lengths: Sequence[int]) -> None:
         """A first prompt or a further turn of each sequence, of these lengths."""
         prompts = self.simulated.prompts(lengths)
         logits = self.llm.prefill(self.batch, prompts)
+        self._follow_keys("prefill")  # those before it: they are its past
         self.simulated.prefill(prompts)
+        self._compare_kinds()
         self._compare_logits(logits, "prefill")
 
     def decode(self, steps: int) -> None:
@@ -108,16 +124,18 @@ class SideBySide:
             where = f"decode step {len(self.simulated.steps)}"
             tokens = self.simulated.draw()
             logits = self.llm.decode(self.batch, tokens)
-            records = self.simulated.decode(tokens, follow=self.batch.selections())
+            self._follow_keys(where)
+            records = self.simulated.decode(tokens, follow=self.batch.selections(), seen=self._seen())
             problems = [f"sequence {i}: {p}" for i, record in enumerate(records) for p in record.problems]
             assert not problems, f"{where}: " + "; ".join(problems[:4])
-            unclear = self.simulated.unclear()
+            unclear = [] if self._quantised else self.simulated.unclear()
             assert not unclear, f"{where}: within rounding of a tie, find_seeds.py finds another seed: {unclear}"
             for layer, record in enumerate(records[0].layers):
                 if record.tiered:
                     expected = [record.layers[layer].host_length for record in records]
                     assert self.batch.host_lengths(layer) == expected, f"{where}: layer {layer}"
             self._compare_trials(where)
+            self._compare_probes(where)
             self._compare_logits(logits, where)
 
     def _compare_trials(self, where: str) -> None:
@@ -135,6 +153,73 @@ class SideBySide:
                             assert not known or abs(mine - theirs) < TRIAL_TOLERANCE, f"{where}: layer {layer}: trials"
                             self.trials += known
 
+    def _compare_probes(self, where: str) -> None:
+        """The true mass, wherever the engine has measured it."""
+        for micro_batch in self.batch.micro_batches:
+            for layer, attention in enumerate(micro_batch.layers):
+                if attention.host_lengths is None or attention.probed_mass is None:
+                    continue
+                for row, member in enumerate(micro_batch.members):
+                    expected = self.simulated.steps[-1][member].layers[layer].true_mass
+                    for mine, theirs in zip(attention.probed_mass[row].tolist(), expected, strict=True):
+                        assert abs(mine - theirs) < PROBE_TOLERANCE, f"{where}: layer {layer}: true mass"
+                        self.probes += 1
+
+    # -- quantised keys
+
+    def _listen(self, attention: Any, where: tuple[int, int]) -> None:
+        """Remember the query that a layer chooses by: a sketch's scan rounds it, and rounding is followed."""
+        submit = attention.submit
+
+        def heard(query: Tensor, plan: LayerPlan) -> None:
+            self._queries[where] = query.clone()
+            submit(query, plan)
+
+        attention.submit = heard
+
+    def _seen(self) -> list[dict[int, Seen]] | None:
+        """What the last step scanned in each sequence."""
+        if not self._quantised:
+            return None
+        seen: list[dict[int, Seen]] = [{} for _ in self.simulated.sequences]
+        for index, micro_batch in enumerate(self.batch.micro_batches):
+            for layer, attention in enumerate(micro_batch.layers):
+                if attention.host_lengths is None:
+                    continue
+                plan, candidates = self.batch.plans[-1].layers[layer], getattr(attention, "_candidates", None)
+                for row, member in enumerate(micro_batch.members):
+                    sequence, listed = self.simulated.sequences[member], None
+                    if plan.mode == "pre_qkt" and candidates is not None:
+                        size = self.simulated.scan(member, layer).sizes[row]
+                        rows = candidates.rows[row, :, :size] + sequence.settings.sinks
+                        listed = rows.tolist()
+                    seen[member][layer] = Seen(self._queries[index, layer][row], listed)
+        return seen
+
+    def _follow_keys(self, where: str) -> None:
+        """Judge the host's keys that have come since, and have the simulation use them."""
+        problems = []
+        for micro_batch in self.batch.micro_batches:
+            for layer, attention in enumerate(micro_batch.layers):
+                for row, member in enumerate(micro_batch.members):
+                    sequence = self.simulated.sequences[member]
+                    stored = sequence.stored[layer]
+                    if stored is None or stored.followed == stored.rows.shape[1]:
+                        continue
+                    new = slice(stored.followed, stored.rows.shape[1])
+                    theirs = encoded(attention, row, new, stored.storage.key_type == "int8", bool(stored.bits))
+                    problems += [f"sequence {member}: {each}" for each in sequence.follow_keys(layer, theirs)]
+        assert not problems, f"{where}: " + "; ".join(problems[:4])
+
+    def _compare_kinds(self) -> None:
+        self.kinds = [[layer.key_kind for layer in each.layers] for each in self.batch.micro_batches]
+        for micro_batch, kinds in zip(self.batch.micro_batches, self.kinds, strict=True):
+            sequence = self.simulated.sequences[micro_batch.members[0]]
+            assert not sequence.close_recalls, f"another seed is needed: {sequence.close_recalls}"
+            for layer, kind in enumerate(kinds):
+                storage = KeyStorage() if sequence.keys_as is None else sequence.keys_as[layer]
+                assert kind == (storage.kind if sequence.tiered(layer) else None), f"layer {layer}"
+
     def _compare_logits(self, ours: Tensor, where: str) -> None:
         theirs = self.simulated.logits
         assert ours.shape == theirs.shape and str(ours.dtype) == "torch.float32"
@@ -142,6 +227,18 @@ class SideBySide:
         self.worst_difference = max(self.worst_difference, float(difference.max()))
         assert (difference < LOGITS_TOLERANCE).all(), f"{where}: logits differ by {difference.tolist()}"
         assert self.batch.lengths == [sequence.length for sequence in self.simulated.sequences], where
+
+
+def encoded(attention: Any, row: int, rows: slice, int8: bool, sketched: bool) -> Encoded:
+    """Host keys of one sequence as the engine keeps them: `host_keys.key_parts` says in which order."""
+    parts = [buffer.tensor[row] for buffer in attention._kv.host_keys.buffers()]
+    assert len(parts) == 1 + 2 * int8 + sketched
+    return Encoded(
+        parts[0][:, rows].clone(),
+        parts[1][:, rows, 0].clone() if int8 else None,
+        parts[2].clone() if int8 else None,
+        parts[-1][:, rows.start // BLOCK : rows.stop // BLOCK].clone() if sketched else None,
+    )
 
 
 Turns = tuple[tuple[tuple[int, ...], int], ...]

@@ -32,6 +32,11 @@ Where contracts.md leaves a choice, this file takes:
   choice like any other, and `lately` moves.
 * `lately` outlives a further turn; rows that come to the host begin at 0.
 * `logits` with `dropped="share"`: rows that were not scored are in no denominator.
+* "Quantised keys" (`dense_keys.py`): a row is stored when it enters the host, after the whole prompt's prefill or when
+  its block ages. From then on its key is the stored one: for the scan, after a fetch, as the past of a further turn
+  and for the true mass. A sketch is made of the key as it was, and only ever chooses, but for `logits`, which weighs
+  by what was scored. Sinks, window and V are as they were made.
+* Whether a layer's keys are quantised is decided by the first sequence of a micro-batch.
 """
 
 from __future__ import annotations
@@ -49,6 +54,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.equivalence.dense_keys import (
+    QUERIES,
+    Encoded,
+    KeyStorage,
+    KeyType,
+    Sketch,
+    StoredKeys,
+    named_otherwise,
+    problem_of_query,
+    settle,
+)
 
 BLOCK = 64  # rows that age together
 
@@ -107,6 +124,13 @@ class Settings(Rule):
     dropped: Literal["share", "renormalise"] = "share"  # of `logits`
     exact_layers: tuple[int, ...] = (0,)
     exact_mode: Literal["resident", "select"] = "resident"
+    key_type: KeyType = "fp32"
+    sketch: Sketch = "none"
+    prefill_chunk: int = 2048  # the first piece makes the mean of int8
+
+    @property
+    def keys_as(self) -> KeyStorage:
+        return KeyStorage(self.key_type, self.sketch)
 
     @property
     def plan(self) -> Plan:
@@ -240,6 +264,7 @@ class LayerRecord:
     scored: bool = True  # false: the candidates are kept, whatever their p
     close_namings: list[str] = field(default_factory=list)  # within rounding of other candidates
     trials: list[list[float]] = field(default_factory=list)  # per KV head, the mass of each; NaN: a close naming
+    true_mass: list[float] = field(default_factory=list)  # per KV head, covered by the true query and stored keys
 
     @property
     def budget(self) -> float:
@@ -285,24 +310,47 @@ SWAP_MARGIN = 6e-5
 MASS_MARGIN = 2e-6
 
 
-def disagreement(choice: Choice, other: Sequence[int]) -> str | None:
+@dataclass(frozen=True)
+class Tolerances:
+    """How far from the boundary a choice may be another one: of p, relative, and of mass."""
+
+    swap: float = SWAP_TOLERANCE
+    mass: float = MASS_TOLERANCE
+
+
+# With quantised keys no seed is clear on every machine: a code within rounding of another one, of which there are
+# always some, moves all that comes after it. What is left of rounding has room here instead.
+GENEROUS = Tolerances(2e-4, 1e-5)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What another implementation scanned in one layer and step: with this query [heads, d], of each KV head these
+    positions. Where it differs by no more than rounding, it is followed."""
+
+    query: Tensor
+    listed: list[list[int]] | None = None  # None: all of the host
+
+
+def disagreement(choice: Choice, other: Sequence[int], allowed: Tolerances | None = None) -> str | None:
     """Why `other` is not the set that `choice` is, or None if it is within the tolerances."""
+    allowed = allowed or Tolerances()
     if len(set(other)) != len(other):
         return "a position is listed twice"
     outside = sorted(set(other) - set(choice.ranking))
     if outside:
         return f"{outside} are not among the {len(choice.ranking)} candidates"
     mine, theirs = len(choice.positions), len(other)
-    if mine != theirs and choice.other_counts.get(theirs, math.inf) >= MASS_TOLERANCE:
+    if mine != theirs and choice.other_counts.get(theirs, math.inf) >= allowed.mass:
         return f"{theirs} tokens instead of {mine} of {len(choice.ranking)}"
     expected = set(choice.ranking[:theirs])
     missing, extra = sorted(expected - set(other)), sorted(set(other) - expected)
     if missing:
         p_missing, p_extra = ([choice.p[i] for i in some] for some in (missing, extra))
-        if max(p_missing) - min(p_extra) > SWAP_TOLERANCE * max(p_missing):
+        if max(p_missing) - min(p_extra) > allowed.swap * max(p_missing):
             return f"{extra} instead of {missing}; p {p_extra} against {p_missing}"
     ordered = [choice.p[position] for position in other]
-    if any(after > before * (1 + 1e-4) for before, after in pairwise(ordered)):
+    if any(after > before * (1 + max(1e-4, allowed.swap)) for before, after in pairwise(ordered)):
         return "not listed best first"
     return None
 
@@ -442,7 +490,7 @@ class DenseSimulation:
     def __init__(self, model: DenseModel, settings: Settings) -> None:
         self.model, self.settings = model, settings
         empty = torch.empty(model.kv_heads, 0, model.head_dim, dtype=torch.float64)
-        self.keys = [empty] * model.num_layers
+        self.keys = [empty] * model.num_layers  # as they were made
         self.values = [empty] * model.num_layers
         self.host_lengths = [0] * model.num_layers  # as the layer's next submission will see it
         self.length = 0
@@ -451,6 +499,12 @@ class DenseSimulation:
         self.named: list[tuple[Scan, list[list[int]]] | None] = [None] * model.num_layers
         # What the last token's residual stream went through in each layer: its output minus its input.
         self.changes: list[Tensor] = []  # [1, hidden] each
+        # Of each layer, as soon as there is a token: None decides by this sequence's first prompt.
+        self.keys_as: list[KeyStorage] | None = None
+        self.close_recalls: list[str] = []  # within rounding of another decision
+        self.stored: list[StoredKeys | None] = [None] * model.num_layers  # the host's keys; None: as they were made
+        self._tolerances = Tolerances() if settings.keys_as.plain else GENEROUS
+        self._seen: Mapping[int, Seen] = {}  # of the running step
 
     def tiered(self, layer: int) -> bool:
         return not (self.is_exact(layer) and self.settings.exact_mode == "resident")
@@ -471,11 +525,12 @@ class DenseSimulation:
         x = model.embed(tokens, first)
         total = first + len(tokens)
         visible = torch.arange(total)[None, :] <= torch.arange(first, total)[:, None]
-        last_inputs = []
+        last_inputs, queries = [], []
         for layer in range(model.num_layers):
             query = model.query(layer, x, first)
             self._append(layer, x, first)
-            logits = self._logits(query, self.keys[layer]).masked_fill(~visible, -math.inf)
+            queries.append(query)
+            logits = self._logits(query, self._cached(layer)).masked_fill(~visible, -math.inf)
             context = logits.softmax(-1) @ self._per_query_head(self.values[layer])
             last_inputs.append(x[-1:])
             x = model.after_attention(layer, x, context)
@@ -483,7 +538,11 @@ class DenseSimulation:
         self.changes = [after - before for before, after in pairwise([*last_inputs, x[-1:]])]
         host = prefill_host_length(total, self.settings.sinks, self.settings.window)
         assert all(host >= before for before in self.host_lengths)
+        if not first:
+            self._settle_keys(queries)
         self.host_lengths = [host if self.tiered(layer) else 0 for layer in range(model.num_layers)]
+        for layer in range(model.num_layers):
+            self._store(layer)
         return model.head(x[-1:])[0]
 
     def decode(
@@ -491,10 +550,13 @@ class DenseSimulation:
         token: int,
         follow: Mapping[int, Sequence[Sequence[int]]] | None = None,
         scans: Sequence[Scan] | None = None,
+        seen: Mapping[int, Seen] | None = None,
     ) -> StepRecord:
         """One step. `follow`: another implementation's choices (layer -> KV head -> positions), which are
         judged and, where they differ within the tolerances, used, so that a tie does not spread.
-        `scans`: one a layer; None: what the settings say, for a sequence that is alone."""
+        `scans`: one a layer; None: what the settings say, for a sequence that is alone. `seen`: of the layers whose
+        host is scanned, with quantised keys."""
+        self._seen = seen or {}
         scans = scans or [Scan(self.settings.plan, (length,)) for length in self.host_lengths]
         model, position = self.model, self.length
         x = model.embed([token], position)
@@ -505,6 +567,8 @@ class DenseSimulation:
             predicted = self._predicted_query(layer, inputs, query) if self.is_predicted(layer) else query
             record = LayerRecord(self.tiered(layer), self.host_lengths[layer], [], [], position + 1)
             if record.tiered:
+                if layer in self._seen and (problem := problem_of_query(self._seen[layer].query, predicted[:, 0])):
+                    record.problems.append(problem)
                 self._choose(layer, predicted, record, scans[layer])
             kept = self._followed(layer, record, follow)
             inputs.append(x)
@@ -536,14 +600,17 @@ class DenseSimulation:
         self, layer: int, kv_head: int, query: Tensor, predicted: Tensor, attended: list[int], record: LayerRecord
     ) -> Tensor:
         """[group, 1, head_dim] of one KV head's query heads; the new token's row is in the cache already."""
-        keys, values = self.keys[layer][kv_head], self.values[layer][kv_head]
+        keys, values = self._cached(layer)[kv_head], self.values[layer][kv_head]
         heads = slice(kv_head * self.model.group, (kv_head + 1) * self.model.group)
         logits = query[heads] @ keys.T * self.model.head_dim**-0.5  # [group, 1, context]
         counted = torch.zeros(record.context, dtype=torch.bool)  # the rows of the denominator
         counted[attended] = True
+        if record.tiered:
+            covered = logits[..., attended].logsumexp(-1) - logits.logsumexp(-1)
+            record.true_mass.append(float(covered.exp().mean()))
         if record.tiered and self.weighs_predicted(layer):
             scored = record.candidates[kv_head] if record.candidates else list(self._host(record))
-            logits[..., scored] = predicted[heads] @ keys[scored].T * self.model.head_dim**-0.5
+            logits[..., scored] = self._scores(layer, predicted, record)[heads][..., scored]
             if self.settings.dropped == "share":
                 counted[scored] = True
         probabilities = logits.masked_fill(~counted, -math.inf).softmax(-1)
@@ -558,7 +625,7 @@ class DenseSimulation:
             unknown = [math.nan] * self.length
             record.choices = [Choice(rows, rows, unknown, math.nan) for rows in record.candidates]
             return
-        logits = self._logits(chooser, self.keys[layer])[:, 0]  # [heads, length]
+        logits = self._scores(layer, chooser, record)[:, 0]  # [heads, length]
         for kv_head, rows in enumerate(record.candidates):
             unseen = torch.zeros(self.length, dtype=torch.bool)
             unseen[list(set(host) - set(rows))] = True
@@ -591,11 +658,19 @@ class DenseSimulation:
         record.named = named is None or (named[0].sizes, named[0].hosts) != (scan.sizes, scan.hosts)
         if named is None or record.named:
             named = scan, []
-            for lately in self.lately[layer]:
+            theirs = self._seen[layer].listed if layer in self._seen else None
+            for kv_head, lately in enumerate(self.lately[layer]):
                 rows, left = name_candidates(lately, host, scan.plan.candidates(len(host)))
+                if theirs is None:
+                    reason = naming_too_close(lately, rows, left)
+                    record.close_namings += [reason] if reason else []
+                else:
+                    recent = rows[len(rows) // 2 :]
+                    by_position = [lately.get(row, 0.0) for row in range(host.stop)]
+                    problem = named_otherwise(by_position, rows, theirs[kv_head], recent, self._tolerances.swap)
+                    record.problems += [f"KV head {kv_head}: {problem}"] if problem else []
+                    rows = rows if problem else theirs[kv_head]
                 named[1].append(rows)
-                reason = naming_too_close(lately, rows, left)
-                record.close_namings += [reason] if reason else []
             self.named[layer] = named
         return named[1]
 
@@ -614,7 +689,7 @@ class DenseSimulation:
             return own
         kept = []
         for kv_head, (choice, other) in enumerate(zip(record.choices, follow[layer], strict=True)):
-            problem = disagreement(choice, other)
+            problem = disagreement(choice, other, self._tolerances)
             if problem:
                 record.problems.append(f"KV head {kv_head}: {problem}")
             kept.append(choice.positions if problem else list(other))
@@ -637,6 +712,58 @@ class DenseSimulation:
         window_rows = self.keys[layer].shape[1] - self.settings.sinks - self.host_lengths[layer]
         if window_rows >= ageing_threshold(layer, self.model.num_layers, self.settings.window):
             self.host_lengths[layer] += BLOCK
+            self._store(layer)
+
+    def _settle_keys(self, queries: Sequence[Tensor]) -> None:
+        """How each layer's host keeps its keys, after the first prompt; queries: of each layer, all of the prompt."""
+        settings, first = self.settings, self.settings.sinks
+        if settings.keys_as.plain:
+            return
+        if self.keys_as is None:
+            self.keys_as = []
+            last_piece = (self.length - 1) % settings.prefill_chunk + 1
+            for layer, query in enumerate(queries):
+                some = query[:, -min(QUERIES, last_piece) :]
+                decision, close = settle(settings.keys_as, some, self.keys[layer][:, first:])
+                self.keys_as.append(decision)
+                self.close_recalls += [f"layer {layer}: {reason}" for reason in close if self.tiered(layer)]
+        for layer, keys in enumerate(self.keys):
+            piece = keys[:, first : settings.prefill_chunk]
+            mean = piece.mean(1) if piece.shape[1] else keys.new_zeros(keys.shape[0], keys.shape[2])
+            if self.tiered(layer) and not self.keys_as[layer].plain:
+                self.stored[layer] = StoredKeys(self.keys_as[layer], mean)
+
+    def _store(self, layer: int) -> None:
+        """Rows that the host has and had not."""
+        stored = self.stored[layer]
+        if stored is not None:
+            first, last = (self.settings.sinks + rows for rows in (stored.rows.shape[1], self.host_lengths[layer]))
+            stored.add(self.keys[layer][:, first:last])
+
+    def follow_keys(self, layer: int, theirs: Encoded) -> list[str]:
+        """Judge how another implementation keeps the host rows that were not judged yet, and follow it."""
+        stored = self.stored[layer]
+        assert stored is not None
+        return [f"layer {layer}: {problem}" for problem in stored.follow(theirs)]
+
+    def _cached(self, layer: int) -> Tensor:
+        """The keys that attention sees: of the host's rows the stored ones."""
+        keys, stored, sinks = self.keys[layer], self.stored[layer], self.settings.sinks
+        if stored is None or not stored.rows.shape[1]:
+            return keys
+        return torch.cat((keys[:, :sinks], stored.rows, keys[:, sinks + stored.rows.shape[1] :]), dim=1)
+
+    def _scores(self, layer: int, chooser: Tensor, record: LayerRecord) -> Tensor:
+        """[heads, 1, rows]: of sinks and window by their keys, of the host by what the scan reads."""
+        logits, stored, host = self._logits(chooser, self._cached(layer)), self.stored[layer], self._host(record)
+        if stored is None or not stored.bits or not host:
+            return logits
+        rounding = self._seen[layer].query if layer in self._seen else chooser[:, 0]
+        for kv_head in range(self.model.kv_heads):
+            heads = slice(kv_head * self.model.group, (kv_head + 1) * self.model.group)
+            scanned = stored.logits(kv_head, chooser[heads, 0], rounding[heads])
+            logits[heads, 0, host.start : host.stop] = scanned * self.model.head_dim**-0.5
+        return logits
 
     def _append(self, layer: int, x: Tensor, first: int) -> None:
         key, value = self.model.key_value(layer, x, first)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tests.equivalence.dense_simulation import DenseModel, DenseSimulation, Plan, Scan, Settings, StepRecord
+from tests.equivalence.dense_simulation import DenseModel, DenseSimulation, Plan, Scan, Seen, Settings, StepRecord
 from tests.equivalence.tiny_models import random_tokens
 
 Selections = Mapping[int, Sequence[Sequence[Sequence[int]]]]  # layer -> sequence -> KV head -> positions
@@ -46,8 +46,13 @@ class SimulatedBatch:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         for text, prompt in zip(self.texts, prompts, strict=True):
             text.extend(prompt)
-        pairs = zip(self.sequences, prompts, strict=True)
-        self.logits = torch.stack([sequence.prefill(prompt) for sequence, prompt in pairs])
+        logits = []
+        for i, (sequence, prompt) in enumerate(zip(self.sequences, prompts, strict=True)):
+            first = self.sequences[i - i % self.micro_batch]
+            if sequence is not first and not sequence.length:
+                sequence.keys_as = first.keys_as  # it decides for all that are stored together
+            logits.append(sequence.prefill(prompt))
+        self.logits = torch.stack(logits)
         return self.logits
 
     def draw(self) -> list[int]:
@@ -55,26 +60,31 @@ class SimulatedBatch:
         draws = torch.multinomial(self.logits.softmax(1), 1, generator=self._generator)
         return [int(token) for token in draws]
 
-    def decode(self, tokens: Sequence[int], follow: Selections | None = None) -> list[StepRecord]:
+    def decode(
+        self,
+        tokens: Sequence[int],
+        follow: Selections | None = None,
+        seen: Sequence[Mapping[int, Seen]] | None = None,
+    ) -> list[StepRecord]:
+        """seen: of each sequence, by layer."""
         records = []
-        scans = [self._scans(i) for i in range(len(self.sequences))]  # before any of them has aged
+        layers = range(self.model.num_layers)
+        # Before any of them has aged.
+        scans = [[self.scan(i, layer) for layer in layers] for i in range(len(self.sequences))]
         for i, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
             own = None if follow is None else {layer: chosen[i] for layer, chosen in follow.items()}
-            records.append(sequence.decode(token, own, scans[i]))
+            records.append(sequence.decode(token, own, scans[i], None if seen is None else seen[i]))
             self.texts[i].append(token)
         self.steps.append(records)
         self.logits = torch.stack([record.logits for record in records])
         return records
 
-    def _scans(self, sequence: int) -> list[Scan]:
-        """Of every layer in the coming step."""
+    def scan(self, sequence: int, layer: int) -> Scan:
+        """Of a layer in the coming step."""
         first = sequence - sequence % self.micro_batch
         together = self.sequences[first : first + self.micro_batch]
-        scans = []
-        for layer in range(self.model.num_layers):
-            plan = self.settings.plan if self.plans is None else self.plans(len(self.steps), layer)
-            scans.append(Scan(plan, tuple(each.host_lengths[layer] for each in together)))
-        return scans
+        plan = self.settings.plan if self.plans is None else self.plans(len(self.steps), layer)
+        return Scan(plan, tuple(each.host_lengths[layer] for each in together))
 
     def unclear(self) -> list[str]:
         """Choices of the last step that are within rounding of another one."""

@@ -158,6 +158,25 @@ def _opt_with_ties() -> nn.Module:
 TIES = TinyModel("opt-ties", _opt_with_ties, seed=-1)
 
 
+def _qwen2_rotating() -> nn.Module:
+    """In layers 1 and 3 a pair of channels of every key, which no query looks at, is huge and turns with the position.
+
+    A mean does not remove it, and int8's one scale a row is all its own.
+    """
+    model = _qwen2()
+    randomise(model, seed=9)
+    for layer in (1, 3):
+        attention = model.model.layers[layer].self_attn
+        pair = [0, 8]  # turn by one radian a token
+        attention.k_proj.bias.data.view(2, 16)[:, pair] = 300.0
+        attention.q_proj.bias.data.view(4, 16)[:, pair] = 0.0
+        attention.q_proj.weight.data.view(4, 16, -1)[:, pair] = 0.0
+    return model
+
+
+ROTATING = TinyModel("qwen2-rotating", _qwen2_rotating, seed=-1)
+
+
 def _gain(name: str) -> float:
     if "q_proj" in name or "k_proj" in name:
         return QUERY_KEY_GAIN
@@ -201,7 +220,7 @@ def _rewrite_rope_as_published(directory: Path) -> None:
 
 def save_tiny_model(name: str, parent: Path) -> Path:
     """Make the model `name` and save it as a Hugging Face directory under `parent`."""
-    recipe = {TIES.name: TIES, **TINY_MODELS}[name]
+    recipe = {TIES.name: TIES, ROTATING.name: ROTATING, **TINY_MODELS}[name]
     model = recipe.build()
     if recipe.seed >= 0:
         randomise(model, recipe.seed)

@@ -6,10 +6,14 @@ import secrets
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from hybridgen import _C
+from hybridgen.kv_cache.quantize import SKETCH_BLOCK, read_sketch, sketch_bytes
 
 KEY_TYPES = ("float32", "float16", "bfloat16")
+SKETCH_BITS = {"int4": 4, "int2": 2}
+QUANTIZED = ("int8", *SKETCH_BITS)
 ISAS = tuple(_C.isa_variants())
 
 
@@ -131,6 +135,175 @@ class ScanCase:
             size = abs(self.scale) * (abs(q) @ abs(K).transpose(0, 2, 1))
             got = self.out[b, :, :length].reshape(want.shape)
             assert (abs(got - want) <= rounding * size).all(), f"sequence {b}: {abs(got - want).max()}"
+
+    def forget(self) -> None:
+        self.out[:] = np.nan
+
+
+@dataclass
+class QuantizedCase:
+    """The same for int8 keys and sketches, with any bytes as codes.
+
+    Scales of int8 rows that no logit is of, and blocks of a sketch without such a row, are NaN. tier: as in ScanCase;
+    a sketch's lists are sorted unless `shuffled`. mean: whether one was taken off.
+    """
+
+    key_type: str
+    lengths: list[int]
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    layout: str = "heads"
+    gap: int = 0
+    offset: int = 1
+    scale: float = 0.125
+    tier: int = 0
+    mean: bool = True
+    shuffled: bool = False
+
+    def __post_init__(self) -> None:
+        self.rng = fresh_rng()
+        batch, heads, d = len(self.lengths), self.num_kv_heads, self.head_dim
+        self.bits = SKETCH_BITS.get(self.key_type)
+        tokens = (self.tier or max(self.lengths)) + 3
+        self.units = -(-tokens // SKETCH_BLOCK) + 1 if self.bits else tokens
+        size = sketch_bytes(self.bits, d) if self.bits else d
+        row = size + self.gap
+        if self.layout == "heads":
+            self.key_strides = (heads * self.units * row, self.units * row, row)
+        else:
+            self.key_strides = (self.units * heads * row, row, heads * row)
+        # All bits set is a NaN in fp16 and fp32.
+        self.key_buffer = np.full(self.offset + batch * heads * self.units * row, 0xFF, np.uint8)
+        shape = (batch, heads, self.units, size)
+        self.keys = np.lib.stride_tricks.as_strided(
+            self.key_buffer[self.offset :], shape, (*self.key_strides, 1), writeable=True
+        )
+        scale_buffer = np.full(self.offset + batch * heads * (tokens + 5), np.nan, np.float32)
+        self.key_scales = scale_buffer[self.offset :].reshape(batch, heads, tokens + 5)
+        mean_buffer = np.empty(self.offset + batch * heads * d, np.float32)
+        self.key_mean = mean_buffer[self.offset :].reshape(batch, heads, d)
+        self.key_mean[:] = 3 * self.rng.standard_normal(self.key_mean.shape) if self.mean else 0
+
+        list_buffer = np.full(1 + batch * heads * (max(self.lengths) + 2), np.iinfo(np.int32).max, np.int32)
+        self.rows = list_buffer[1:].reshape(batch, heads, -1)
+        for b, h in np.ndindex(batch, heads):
+            length = self.lengths[b]
+            rows = self.rng.integers(0, self.tier, length) if self.tier else np.arange(length)
+            if self.bits and not self.shuffled:
+                rows.sort()
+            self.rows[b, h, :length] = rows
+            self.fill(b, h, rows)
+
+        num_heads = heads * self.group
+        query_buffer = np.empty(self.offset + batch * num_heads * d, np.float32)
+        self.query = query_buffer[self.offset :].reshape(batch, num_heads, d)
+        self.query[:] = self.rng.standard_normal(self.query.shape)
+        width = max(self.lengths) + 8
+        self.out_strides = (num_heads * width, width)
+        out_buffer = np.full(self.offset + batch * num_heads * width, np.nan, np.float32)
+        self.out = out_buffer[self.offset :].reshape(batch, num_heads, width)
+
+    def fill(self, b: int, h: int, rows: np.ndarray) -> None:
+        """Random codes and scales for these rows, or for the blocks that hold them."""
+        d = self.head_dim
+        units = np.unique(rows // SKETCH_BLOCK) if self.bits else np.unique(rows)
+        codes = self.rng.integers(0, 256, (len(units), self.keys.shape[3]), np.uint8)
+        if self.bits:
+            numbers = np.concatenate(
+                [self.rng.uniform(0.1, 1.0, (len(units), d)), self.rng.normal(-0.8, 0.5, (len(units), d))], axis=1
+            )
+            codes[:, -4 * d :] = numbers.astype(np.float16).view(np.uint8)
+        else:
+            self.key_scales[b, h, units] = self.rng.uniform(0.001, 0.02, len(units))
+        self.keys[b, h, units] = codes
+
+    def scanned(self, b: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+        """The stored keys that KV head h's logits belong to, without the mean, and their rows; float64 [n, d]."""
+        rows = self.rows[b, h, : self.lengths[b]]
+        if self.bits is None:
+            codes = self.keys[b, h, rows].view(np.int8).astype(np.float64)
+            return codes * self.key_scales[b, h, rows].astype(np.float64)[:, None], rows
+        sketch = torch.from_numpy(np.ascontiguousarray(self.keys[b, h]))[None, None]
+        return read_sketch(sketch, self.bits, self.head_dim)[0, 0].double().numpy()[rows], rows
+
+    def submit(self, worker: _C.ScanWorker, hold: bool = False) -> int:
+        return worker.submit(
+            query=self.query.ctypes.data,
+            keys=self.keys.ctypes.data,
+            out=self.out.ctypes.data,
+            key_type=self.key_type,
+            num_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            lengths=self.lengths,
+            key_strides=self.key_strides,
+            out_strides=self.out_strides,
+            scale=self.scale,
+            hold=hold,
+            key_mean=self.key_mean.ctypes.data if self.mean else 0,
+            **({"rows": self.rows.ctypes.data, "rows_stride": self.rows.shape[2]} if self.tier else {}),
+            **({} if self.bits else self.scale_arguments()),
+        )
+
+    def scale_arguments(self) -> dict[str, object]:
+        strides = tuple(stride // 4 for stride in self.key_scales.strides[:2])
+        return {"key_scales": self.key_scales.ctypes.data, "scale_strides": strides}
+
+    def folded(self, query: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, float]:
+        """Of one head and block of a sketch: what stands for scale * query, and what rounding it lost by one code."""
+        scale = block[-4 * self.head_dim : -2 * self.head_dim].view(np.float16).astype(np.float32)
+        weights = query * scale
+        most = abs(weights).max()
+        inverse = np.float32(127) / most if most > 1e-30 else np.float32(0)
+        stand_in = np.rint(weights * inverse) * np.float64(most / np.float32(127))
+        return stand_in, (weights - stand_in).sum()
+
+    def logits(self, b: int, head: int) -> np.ndarray:
+        """A sketch's logits by the kernels' own definition, in float64 where that is not about integers."""
+        d, h = self.head_dim, head // self.group
+        q = self.query[b, head]
+        keys, rows = self.scanned(b, h)
+        want = np.empty(len(rows))
+        for unit in np.unique(rows // SKETCH_BLOCK):
+            block = np.ascontiguousarray(self.keys[b, h, unit])
+            scale = block[-4 * d : -2 * d].view(np.float16).astype(np.float64)
+            zero = block[-2 * d :].view(np.float16).astype(np.float64)
+            here = rows // SKETCH_BLOCK == unit
+            codes = np.divide(keys[here] - zero, scale, out=np.zeros_like(keys[here]), where=scale != 0).round()
+            stand_in, lost = self.folded(q, block)
+            want[here] = codes @ stand_in + (2**self.bits - 1) / 2 * lost + zero @ q.astype(np.float64)
+        return self.scale * (want + q.astype(np.float64) @ self.key_mean[b, h].astype(np.float64))
+
+    def check(self) -> None:
+        """Against float64; nothing is written beyond the lengths. int8: within rounding of fp32 sums, as ScanCase.
+
+        Sketches: within rounding of their definition.
+        """
+        rounding = (2 * self.head_dim / 8 + 16) * 2.0**-24
+        for b, length in enumerate(self.lengths):
+            assert np.isnan(self.out[b, :, length:]).all(), f"written beyond lengths[{b}]={length}"
+            for head in range(self.num_kv_heads * self.group):
+                h = head // self.group
+                q, mean = self.query[b, head].astype(np.float64), self.key_mean[b, h].astype(np.float64)
+                K, _ = self.scanned(b, h)
+                size = abs(K) @ abs(q) + abs(mean) @ abs(q)
+                if self.bits:
+                    want = self.logits(b, head)
+                    size += 20 * abs(q).sum()  # of its parts: scales and zeros of 1, codes of 15
+                else:
+                    want = self.scale * (K @ q + mean @ q)
+                error = abs(self.out[b, head, :length] - want)
+                assert (error <= rounding * abs(self.scale) * size).all(), f"sequence {b}, head {head}: {error.max()}"
+
+    def read_bytes(self) -> int:
+        """What the scan reads of the keys."""
+        if self.bits is None:
+            return sum(self.lengths) * self.num_kv_heads * (self.head_dim + 4)
+        blocks = 0
+        for b, h in np.ndindex(len(self.lengths), self.num_kv_heads):
+            blocks += len(np.unique(self.rows[b, h, : self.lengths[b]] // SKETCH_BLOCK))
+        return blocks * sketch_bytes(self.bits, self.head_dim)
 
     def forget(self) -> None:
         self.out[:] = np.nan

@@ -39,7 +39,12 @@ def cpu_flags() -> set[str]:
 
 def test_variants_are_what_the_cpu_has():
     assert ISAS[-1] == "scalar"
-    assert ("avx512" in ISAS) == ({"avx512f", "avx512bw", "avx512vl"} <= cpu_flags())
+    flags = cpu_flags()
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    assert ("avx2" in ISAS) == ({"avx2", "fma", "f16c"} <= flags)
+    assert ("avx512" in ISAS) == (avx512 <= flags)
+    assert ("avx512_vnni" in ISAS) == (avx512 | {"avx512_vnni"} <= flags)
+    assert [name for name in ("avx512_vnni", "avx512", "avx2", "scalar") if name in ISAS] == list(ISAS)  # best first
     assert len(set(ISAS)) == len(ISAS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridgen import _C
-from tests.kernels.scan_case import ISAS, KEY_TYPES, ScanCase, store
+from tests.kernels.scan_case import ISAS, KEY_TYPES, QUANTIZED, QuantizedCase, ScanCase, store
 
 PAGE = 4096
 ROOT = Path(__file__).parents[2]
@@ -79,8 +79,44 @@ def listed_scan_between_guards(isa: str) -> None:
     worker.close()
 
 
+def quantized_scan_between_guards(isa: str) -> None:
+    """The same for int8 keys with their scales and for sketches, of which only whole blocks are there."""
+    worker = _C.ScanWorker(1, isa=isa)
+    for key_type in QUANTIZED:
+        for head_dim in (8, 24, 128):
+            for group in (1, 3, 9):
+                for length, tier in ((1, 0), (17, 0), (64, 0), (200, 0), (1, 70), (40, 200)):
+                    for at_end in (True, False):
+                        case = QuantizedCase(key_type, [length], 1, group, head_dim, tier=tier)
+                        used = np.unique(case.rows[0, 0, :length])
+                        units = int(used.max()) // 64 + 1 if case.bits else int(used.max()) + 1
+                        arrays = {
+                            "keys": case.keys[0, 0, :units],
+                            "query": case.query,
+                            "out": np.zeros((group, length), np.float32),
+                            "key_mean": case.key_mean,
+                            "key_scales": case.key_scales[0, 0, :units],
+                            "rows": case.rows[0, 0, :length],
+                        }
+                        if case.bits:
+                            del arrays["key_scales"]
+                        if not tier:
+                            del arrays["rows"]
+                        at = {name: between_guards(np.ascontiguousarray(a), at_end) for name, a in arrays.items()}
+                        job = worker.submit(
+                            key_type=key_type, num_heads=group, num_kv_heads=1, head_dim=head_dim, lengths=[length],
+                            key_strides=(0, 0, case.keys.shape[3]), out_strides=(0, length), scale=case.scale,
+                            rows_stride=length, **at,
+                        )  # fmt: skip
+                        worker.wait(job)
+                        got = (ctypes.c_float * (group * length)).from_address(at["out"])
+                        case.out[0, :, :length] = np.array(got).reshape(group, length)
+                        case.check()
+    worker.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="uses Linux' mmap flags")
-@pytest.mark.parametrize("scan", ["scan_between_guards", "listed_scan_between_guards"])
+@pytest.mark.parametrize("scan", ["scan_between_guards", "listed_scan_between_guards", "quantized_scan_between_guards"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_no_access_outside_the_rows(isa, scan):
     code = f"from tests.kernels.test_guard_pages import {scan} as f; f({isa!r})"

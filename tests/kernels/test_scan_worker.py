@@ -350,7 +350,7 @@ def test_ctrl_c_ends_a_wait():
         ({"out": 0}, "out=0: must be a non-null address"),
         ({"out": 4098}, "out=4098: .* a multiple of 4"),
         ({"keys": 4097}, "keys=4097: .* a multiple of 2"),
-        ({"key_type": "int8"}, "key_type='int8': must be one of float32, float16, bfloat16"),
+        ({"key_type": "int3"}, "key_type='int3': must be one of float32, float16, bfloat16, int8, int4, int2"),
         ({"num_heads": 0}, "num_heads=0: must be a positive multiple of num_kv_heads=2"),
         ({"num_heads": 5}, "num_heads=5: must be a positive multiple of num_kv_heads=2"),
         ({"num_kv_heads": 0}, "num_kv_heads=0: must be positive"),

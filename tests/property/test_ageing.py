@@ -89,7 +89,7 @@ class Walk:
                     assert given_back[:, past:].isnan().all(), "load_past wrote beyond the past"
             keys[:, past:] = self.rows(sequence, past, length, value=False)
             values[:, past:] = self.rows(sequence, past, length, value=True)
-            self.kv.store(sequence, keys, values)
+            self.kv.store(sequence, keys, values, queries=keys[:, -8:].transpose(0, 1), first_piece=64)
             self.admitted()
             self.lengths[sequence] = length
             prefilled = BLOCK * (max(0, length - self.sinks - self.window) // BLOCK)
@@ -134,7 +134,8 @@ class Walk:
         for sequence, host in enumerate(self.host):
             assert host % BLOCK == 0
             first = min(self.sinks, self.lengths[sequence])
-            for buffer, value in ((self.kv.host_keys, False), (self.kv.host_values, True)):
+            for buffer, value in ((self.kv.host_keys.in_place, False), (self.kv.host_values, True)):
+                assert buffer is not None
                 found = buffer.tensor[sequence]
                 assert torch.equal(found[:, :host], self.rows(sequence, first, first + host, value))
                 assert found[:, 0].isfinite().all(), "padding points to row 0"

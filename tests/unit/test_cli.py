@@ -83,6 +83,8 @@ ARRIVES = [
     ("--keep-mass", "0.9", "selection.keep_mass", 0.9),
     ("--min-keep", "9", "selection.min_keep", 9),
     ("--lookahead", "off", "attention.lookahead", "off"),
+    ("--key-type", "int8", "cache.key_type", "int8"),
+    ("--sketch", "int2", "cache.sketch", "int2"),
     ("--schedule", "replay:r.json", "schedule.mode", "replay:r.json"),
     ("--target-ms", "12.5", "schedule.target_ms", 12.5),
 ]

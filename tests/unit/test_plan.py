@@ -78,12 +78,17 @@ def config_of(model: Path | str, **values: Any) -> Any:
     return build_config({path: Setting(value, "the test") for path, value in given.items()})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "key_type", "sketch"),
+    [("float32", "auto", "none"), ("bfloat16", "auto", "none"), ("float32", "int8", "none"), ("bfloat16", "fp32", "int2"),
+     ("float32", "int8", "int4")],
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["resident", "select"])
-def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, mode: str) -> None:
+def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sketch: str, mode: str) -> None:
     config = config_of(
-        tiny, model__dtype=dtype, model__exact_layers_mode=mode, model__exact_layers=[0, 3], cache__gpu_window=50
-    )
+        tiny, model__dtype=dtype, model__exact_layers_mode=mode, model__exact_layers=[0, 3], cache__gpu_window=50,
+        cache__key_type=key_type, cache__sketch=sketch,
+    )  # fmt: skip
     batch, capacity = 3, 500
     choice = build.choose_model(config)
     modes = build.resolve_modes(choice, config, batch, capacity)
@@ -99,7 +104,7 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, mode: str) -> Non
             local = kv.keys.nbytes + kv.values.nbytes
             if hasattr(kv, "host_keys"):
                 found["KV of sinks and windows"] += local
-                found["KV host tier"] += kv.host_keys.tensor.nbytes + kv.host_values.tensor.nbytes
+                found["KV host tier"] += sum(buffer.tensor.nbytes for buffer in (*kv.host_keys.buffers(), kv.host_values))
             else:
                 found["KV of resident layers"] += local
     planned = plan.device | plan.host

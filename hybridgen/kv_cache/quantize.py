@@ -1,0 +1,147 @@
+"""Keys in fewer bits: int8 in place of the keys, and sketches of 2 or 4 bits beside them.
+
+int8: one scale a token and KV head, symmetric about a per-channel mean: key = scale * code + mean. The mean goes first
+because some models' key biases (Qwen2.5) are far larger than what tells their tokens apart.
+
+Sketch: blocks of 64 tokens; in each block every channel has its own scale and zero: key = scale * code + zero. A block
+is one run of bytes: the codes, fp16 scale[d], fp16 zero[d]. Its codes are laid out for integer dot products of four
+bytes: channels go in quads, and a vector of 64 bytes has byte 4 * lane + k for channel 4 * quad + k.
+
+    int2: one vector a quad; bits 2t and 2t + 1 belong to token 16 * t + lane, t < 4
+    int4: two vectors a quad; of vector v the low nibble belongs to token 32 * v + lane, the high one to
+          token 32 * v + 16 + lane
+
+`cpp_ext/kernels/scan.h` says the same in C++. Everything here is plain torch, for CPU and CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridgen.kv_cache.layout import AGEING_BLOCK
+
+SKETCH_BLOCK = AGEING_BLOCK  # a sketch's block ages as a whole
+SKETCH_BITS = (2, 4)
+_LANES = 16
+_LARGEST = 2.0**126  # twice this and a mean are still finite floats
+_LARGEST_FP16 = 65504.0
+
+
+def key_mean(keys: Tensor, skip: int = 0) -> Tensor:
+    """The mean over tokens from row `skip` (the sinks' end) on; zero without any.
+
+    keys: [B, Hkv, n, d], any floating type. Returns float32 [B, Hkv, d], at most 2^126 in size.
+    """
+    rows = keys[:, :, skip:]
+    if rows.shape[2] == 0:
+        return torch.zeros(*keys.shape[:2], keys.shape[3], dtype=torch.float32, device=keys.device)
+    return rows.mean(dim=2, dtype=torch.float64).clamp(-_LARGEST, _LARGEST).float()  # a sum that overflows nowhere
+
+
+def quantize_int8(keys: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of keys, each within half a scale of what it was.
+
+    keys: [B, Hkv, n, d], any floating type, no NaN; mean: float32 [B, Hkv, d], or None for zero.
+    Returns int8 [B, Hkv, n, d] and float32 [B, Hkv, n]. Scales are positive, also for rows of zeros; what lies more
+    than 2^126 from the mean is stored as 2^126, so no row gives an infinity or NaN.
+    """
+    centred = keys.float() if mean is None else keys.float() - mean.unsqueeze(2)
+    centred = centred.clamp(-_LARGEST, _LARGEST)
+    scales = (centred.abs().amax(dim=-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (centred / scales.unsqueeze(-1)).round_().to(torch.int8)
+    return codes, scales
+
+
+def dequantize_int8(codes: Tensor, scales: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys that int8 rows stand for: scale * code + mean, in float32, then rounded to `dtype`.
+
+    codes: int8 [B, Hkv, n, d]; scales: float32 [B, Hkv, n]; mean: float32 [B, Hkv, d] or None. Returns [B, Hkv, n, d].
+    """
+    keys = codes.float() * scales.unsqueeze(-1)
+    if mean is not None:
+        keys += mean.unsqueeze(2)
+    return keys.to(dtype)
+
+
+def sketch_bytes(bits: int, head_dim: int) -> int:
+    """Bytes of the sketch of one block of 64 tokens of one KV head: 2.5 or 4.5 bits an element.
+
+    ValueError: bits other than 2 and 4; a head_dim that is no multiple of 8.
+    """
+    if bits not in SKETCH_BITS:
+        raise ValueError(f"bits={bits}: must be one of {SKETCH_BITS}")
+    if head_dim <= 0 or head_dim % 8:
+        raise ValueError(f"head_dim={head_dim}: must be a positive multiple of 8")
+    return SKETCH_BLOCK * head_dim * bits // 8 + 2 * head_dim * 2
+
+
+def make_sketch(keys: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
+    """The sketch of whole blocks of keys, less their mean if one is given.
+
+    keys: [B, Hkv, 64 * m, d], any floating type, no NaN; mean: float32 [B, Hkv, d] or None.
+    Returns uint8 [B, Hkv, m, sketch_bytes(bits, d)].
+    The zero is the channel's minimum over the block and the scale its range / (2^bits - 1), both rounded to fp16 before
+    the codes are found, so a key is off by half a scale and fp16's rounding. Where fp16 overflows, zero and scale are
+    its largest numbers (65,504) and the keys beyond them take the nearest code; a channel without range, or with less
+    than fp16 can tell from none, has scale 0 and codes 0.
+    ValueError: a number of tokens that is no multiple of 64; bits and head_dim as sketch_bytes.
+    """
+    batch, heads, tokens, dim = keys.shape
+    size = sketch_bytes(bits, dim)
+    if tokens % SKETCH_BLOCK:
+        raise ValueError(f"keys: {tokens} tokens: must be a multiple of {SKETCH_BLOCK}")
+    centred = keys.float() if mean is None else keys.float() - mean.unsqueeze(2)
+    centred = centred.view(batch, heads, tokens // SKETCH_BLOCK, SKETCH_BLOCK, dim)
+    levels = 2**bits - 1
+    zero = centred.amin(dim=3).clamp(-_LARGEST_FP16, _LARGEST_FP16).half()
+    span = centred.amax(dim=3) - zero.float()
+    scale = (span / levels).clamp(0.0, _LARGEST_FP16).half()
+    step = scale.float().unsqueeze(3)
+    codes = (centred - zero.float().unsqueeze(3)) / torch.where(step > 0, step, 1.0)
+    codes = torch.where(step > 0, codes.round_().clamp_(0, levels), 0.0).to(torch.uint8)
+
+    sketch = torch.empty(batch, heads, tokens // SKETCH_BLOCK, size, dtype=torch.uint8, device=keys.device)
+    sketch[..., : size - 4 * dim] = _pack(codes, bits)
+    sketch[..., size - 4 * dim : size - 2 * dim] = scale.view(torch.uint8)
+    sketch[..., size - 2 * dim :] = zero.view(torch.uint8)
+    return sketch
+
+
+def read_sketch(sketch: Tensor, bits: int, head_dim: int, mean: Tensor | None = None) -> Tensor:
+    """The keys that a sketch stands for: scale * code + zero, and the mean if one was taken off.
+
+    sketch: uint8 [B, Hkv, m, sketch_bytes(bits, head_dim)]. Returns float32 [B, Hkv, 64 * m, head_dim].
+    ValueError: a width that is not sketch_bytes.
+    """
+    size = sketch_bytes(bits, head_dim)
+    if sketch.shape[3] != size:
+        raise ValueError(f"sketch: {sketch.shape[3]} bytes a block: must be {size} ({bits} bits, head_dim {head_dim})")
+    codes = _unpack(sketch[..., : size - 4 * head_dim], bits, head_dim).float()
+    scale = sketch[..., size - 4 * head_dim : size - 2 * head_dim].contiguous().view(torch.float16).float()
+    zero = sketch[..., size - 2 * head_dim :].contiguous().view(torch.float16).float()
+    keys = codes * scale.unsqueeze(3) + zero.unsqueeze(3)
+    keys = keys.flatten(2, 3)
+    return keys if mean is None else keys + mean.unsqueeze(2)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [B, Hkv, m, 64, d] to [B, Hkv, m, 64 * d * bits / 8]."""
+    # Tokens to (vector, place in the byte, lane), channels to (quad, k); bytes run over quad, vector, lane, k.
+    places = 8 // bits
+    parts = codes.unflatten(-1, (-1, 4)).unflatten(3, (-1, places, _LANES))
+    parts = parts.permute(0, 1, 2, 6, 3, 5, 7, 4)
+    packed: Tensor = parts[..., 0].contiguous()
+    for place in range(1, places):
+        packed |= parts[..., place] << (bits * place)
+    return packed.flatten(3)
+
+
+def _unpack(packed: Tensor, bits: int, head_dim: int) -> Tensor:
+    """The inverse of `_pack`."""
+    places = 8 // bits
+    vectors = SKETCH_BLOCK // (_LANES * places)
+    parts = packed.unflatten(-1, (head_dim // 4, vectors, _LANES, 4))
+    codes = torch.stack([(parts >> (bits * place)) & (2**bits - 1) for place in range(places)], dim=-1)
+    codes = codes.permute(0, 1, 2, 4, 7, 5, 3, 6)  # vector, place, lane, quad, k
+    return codes.flatten(6, 7).flatten(3, 5)

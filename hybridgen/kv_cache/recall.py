@@ -1,0 +1,71 @@
+"""How well quantised keys find what full ones find: decides whether a layer's keys are quantised at all.
+
+contracts.md, "Quantised keys": what rotates with the position is not removed by the mean, and can drown the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridgen.kv_cache.host_keys import KeyStorage
+from hybridgen.kv_cache.layout import AGEING_BLOCK
+from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, make_sketch, quantize_int8, read_sketch
+
+QUERIES = 64  # the last ones of the prompt
+TOP = 0.1  # of the keys
+LEAST_KEYS = 128  # with fewer nothing is measured
+LEAST_RECALL = {"int8": 0.95, "int4": 0.9, "int2": 0.8}
+
+
+def adequate_storage(
+    storage: KeyStorage, dtype: torch.dtype, queries: Tensor, keys: Tensor
+) -> tuple[KeyStorage, list[str]]:
+    """`storage` without what finds too little, and a line for each thing left out.
+
+    queries: [n, Hq, d], the prompt's last; keys: [Hkv, m, d], without sinks; dtype: what int8 falls back to.
+    """
+    whole, notes = keys.unsqueeze(0), []
+    stored, bits = storage.stored, storage.sketch_bits
+
+    def finds_enough(kind: str, made: Tensor) -> bool:
+        recall = top_recall(queries, keys[:, : made.shape[2]], made[0])
+        if recall is None or recall >= LEAST_RECALL[kind]:
+            return True
+        notes.append(
+            f"no {kind} keys: they find {recall:.2f} of the true top tenth, {LEAST_RECALL[kind]} are asked for"
+        )
+        return False
+
+    if stored is torch.int8:
+        mean = key_mean(whole)
+        if not finds_enough("int8", dequantize_int8(*quantize_int8(whole, mean), mean, torch.float32)):
+            stored = dtype
+    if bits is not None:
+        blocks = whole[:, :, : keys.shape[1] // AGEING_BLOCK * AGEING_BLOCK]
+        if not finds_enough(f"int{bits}", read_sketch(make_sketch(blocks, bits), bits, keys.shape[2])):
+            bits = None
+    return KeyStorage(stored, bits), notes
+
+
+def top_recall(queries: Tensor, keys: Tensor, stored: Tensor) -> float | None:
+    """The share of the true top tenth that the stored keys find, mean over queries and query heads.
+
+    queries: [n, Hq, d]; keys, stored: [Hkv, m, d], what the keys are and what is made of them. None where there are
+    too few keys. Waits for the device.
+    """
+    kv_heads, count, dim = keys.shape
+    if count < LEAST_KEYS:
+        return None
+    grouped = queries.float().transpose(0, 1).reshape(kv_heads, -1, dim)  # [Hkv, G * n, d]
+    top = max(1, int(TOP * count))
+    common = torch.zeros((), dtype=torch.int64, device=keys.device)
+    for head in range(kv_heads):  # one after the other: all heads' scores of a long prompt would take gigabytes
+        true, found = (
+            torch.zeros(grouped.shape[1], count, dtype=torch.bool, device=keys.device).scatter_(
+                -1, (grouped[head] @ some[head].float().T).topk(top, dim=-1).indices, True
+            )
+            for some in (keys, stored)
+        )
+        common += (true & found).sum()
+    return int(common) / (top * grouped.shape[0] * grouped.shape[1])
