@@ -1,21 +1,28 @@
-"""What the pieces of a decode layer cost on a GPU, alone: fetch by grid, choice, attention.
+"""What the pieces of a decode layer cost on a GPU, alone: choice, fetch by grid, attention; kernels and torch twins.
 
     python experiments/bench_gpu_kernels.py
 
-Shapes of OPT-13B at 32k, 10 % kept, float16. Prints milliseconds and, for the fetch, GB/s.
+Shapes of OPT-13B at 32k, 10 % kept, float16. Prints milliseconds and, for the fetch, GB/s; for the kernels also the
+host's microseconds a call: what the launching thread needs while the GPU keeps up or is behind.
 """
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from hybridgen.attention.base import attention_logits, joint_attention
+from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.offload import fetch_kernel
 from hybridgen.offload.host_memory import HostSlab
 from hybridgen.selection.budget import choose, group_probabilities, keep_limits
+from hybridgen.selection.choose_kernel import choose_rows
 from hybridgen.types import KeepRule
 
 HEADS, HOST, DIM, LOCAL, KEEP = 40, 32_128, 128, 644, 0.1
+SCALE = DIM**-0.5
+CALLS = 100  # of which the host's time is the mean; too few to fill the queue of launches
 
 
 def time_ms(work, rounds: int = 20) -> float:  # type: ignore[no-untyped-def]
@@ -31,6 +38,23 @@ def time_ms(work, rounds: int = 20) -> float:  # type: ignore[no-untyped-def]
     return sorted(times[3:])[rounds // 2]
 
 
+def host_us(work) -> float:  # type: ignore[no-untyped-def]
+    """Mean time of the host a call, nothing waited for."""
+    work()
+    torch.cuda.synchronize()  # noqa: TID251
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        work()
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()  # noqa: TID251
+    return took / CALLS * 1e6
+
+
+def report(name: str, work) -> None:  # type: ignore[no-untyped-def]
+    """One line: the device's time and the host's."""
+    print(f"{name:22} {time_ms(work):.3f} ms, host {host_us(work):.1f} us a call")
+
+
 def main() -> None:
     """Run and print."""
     device = torch.device("cuda", 0)
@@ -39,40 +63,45 @@ def main() -> None:
     host_logits = slab.take((1, HEADS, HOST), torch.float32)
     for buffer in (keys, values, host_logits):
         buffer.device_view.normal_()
-    logits = host_logits.device_view.view(1, HEADS, 1, HOST)
-    local = torch.randn(1, HEADS, 1, LOCAL, device=device)
-    rule = KeepRule(KEEP, None, 64)
-    host_p, local_p = group_probabilities(local, logits, [HOST])
-    limits = keep_limits(rule, [HOST])
-    selection = choose(limits, host_p, local_p)
-    print(f"probabilities  {time_ms(lambda: group_probabilities(local, logits, [HOST])):.3f} ms")
-    print(f"choice         {time_ms(lambda: choose(limits, host_p, local_p)):.3f} ms")
+    seen = host_logits.device_view
+    query = torch.randn(1, HEADS, DIM, dtype=torch.float16, device=device)
+    window = torch.randn(2, 1, HEADS, LOCAL, DIM, dtype=torch.float16, device=device)
+    empty = torch.zeros(1, 1, 1, LOCAL, dtype=torch.bool, device=device)
+    grouped, logits = query.unsqueeze(2), seen.unsqueeze(2)
+    local = attention_logits(grouped, window[0], empty, SCALE)
+    host_p, local_p = group_probabilities(local, logits.clone(), [HOST])
+    for rule in (KeepRule(None, 0.9, 64), KeepRule(KEEP, None, 64)):
+        limits = keep_limits(rule, [HOST])
+        print(f"keep {rule.keep}, mass {rule.mass}")
+        report("choose_rows", lambda limits=limits: choose_rows(query, window[0], empty, seen, limits, SCALE))
+        report("twin: probabilities", lambda: group_probabilities(local, logits, [HOST]))
+        report("twin: choice", lambda limits=limits: choose(limits, host_p, local_p))
+    selection, _ = choose_rows(query, window[0], empty, seen, limits, SCALE)
 
     kept = selection.rows.shape[2]
     target = [torch.zeros(1, HEADS, kept, DIM, dtype=torch.float16, device=device) for _ in range(2)]
     moved = 2 * target[0].numel() * 2
+    tables = [keys.device_view, values.device_view]
+
+    def fetch() -> None:
+        fetch_kernel.fetch_rows(tables, selection.rows, selection.counts, target)
+
+    report("fetch_rows", fetch)
     for blocks in (16, 32, 64, 128):
         for turn in (8, 16, 32, 64):
             fetch_kernel.BLOCKS, fetch_kernel.ROWS_A_TURN = blocks, turn
-            took = time_ms(
-                lambda: fetch_kernel.fetch_rows(
-                    [keys.device_view, values.device_view], selection.rows, selection.counts, target
-                )
-            )
+            took = time_ms(fetch)
             print(f"fetch {blocks:4} blocks, {turn:3} rows a turn: {took:.3f} ms, {moved / took / 1e6:.1f} GB/s")
-
-    query = torch.randn(1, HEADS, 1, DIM, dtype=torch.float16, device=device)
-    window = torch.randn(2, 1, HEADS, LOCAL, DIM, dtype=torch.float16, device=device)
-    empty = torch.zeros(1, 1, 1, LOCAL, dtype=torch.bool, device=device)
 
     def attend() -> None:
         scores = [
-            attention_logits(query, window[0], empty, 0.1),
-            attention_logits(query, target[0], selection.padding, 0.1),
+            attention_logits(grouped, window[0], empty, SCALE),
+            attention_logits(grouped, target[0], selection.padding, SCALE),
         ]
         joint_attention(scores, [window[1], target[1]])
 
-    print(f"attention      {time_ms(attend):.3f} ms")
+    report("attend_rows", lambda: attend_rows(query, *window, empty, *target, selection.counts, SCALE))
+    report("twin: attention", attend)
 
 
 if __name__ == "__main__":

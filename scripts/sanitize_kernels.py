@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # torch's caching allocator hands out pieces of large blocks: an access past a tensor's end would go unseen.
@@ -24,15 +25,18 @@ from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_a
 from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
+from hybridgen.selection import choose_kernel
 from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits
 from hybridgen.selection.choose_kernel import choose_rows
-from hybridgen.types import KeepRule
+from hybridgen.types import KeepRule, TokenSelection
 
 MASS_TOLERANCE = 1e-5  # of a float32 sum over thousands of rows
 
+DIM, SCALE = 24, 0.2  # of the choosing query
+
 # batch, KV heads, query heads of each, scored rows, local rows, whether many rows are equal
 CHOICE_SHAPES = [(1, 2, 1, 128, 30, False), (1, 1, 1, 97, 3, True), (3, 1, 3, 193, 70, True), (2, 2, 4, 64, 5, False)]
-CHOICE_SHAPES += [(1, 1, 2, 5000, 7, True)]  # more than one block
+CHOICE_SHAPES += [(1, 1, 2, 5000, 7, True)]  # more than one split
 # rule, how many times longer than what is scored the host is, extra
 CHOICES = [
     (KeepRule(0.1, None, 8), 1, 1.0),
@@ -60,35 +64,63 @@ def main() -> int:
     device = torch.device("cpu") if interpreted else torch.device("cuda", 0)
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
-    for check in (check_choices, check_nothing_to_choose, check_mass_out_of_reach, check_fetches, check_attention):
+    checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
+    for check in (*checks, check_wide_choice, check_fetches, check_attention):
         check(device, generator)
         print(check.__name__, flush=True)
     print("OK")
     return 0
 
 
-def check_choices(device: torch.device, generator: torch.Generator) -> None:
+class Chooser:
+    """A query, and the device's keys that it is weighed with; what is in an empty slot is NaN."""
+
+    def __init__(
+        self, batch: int, kv_heads: int, group: int, local_rows: int, device: torch.device, generator: torch.Generator
+    ) -> None:
+        self.query = torch.randn(batch, kv_heads * group, DIM, generator=generator, device=device)
+        keys = torch.randn(batch, kv_heads, local_rows, DIM, generator=generator, device=device)
+        self.empty = torch.zeros(batch, 1, 1, local_rows, dtype=torch.bool, device=device)
+        self.empty[..., ::3] = True
+        grouped = group_by_kv_head(self.query, kv_heads)
+        self.local_logits = attention_logits(grouped, keys, self.empty, SCALE)
+        self.keys = keys.masked_fill(self.empty.view(batch, 1, local_rows, 1), math.nan)
+
+    def choose(self, host: Tensor, limits: KeepLimits) -> tuple[TokenSelection, Tensor]:
+        """host: [B, Hkv, G, N]."""
+        return choose_rows(self.query, self.keys, self.empty, host.flatten(1, 2), limits, SCALE)
+
+
+def check_choices(
+    device: torch.device, generator: torch.Generator, shapes: Sequence[tuple[int, int, int, int, int, bool]] = ()
+) -> None:
     """By count and by mass, grouped queries, ragged batches, with ties and without."""
-    for batch, heads, group, rows, local_rows, ties in CHOICE_SHAPES:
+    for batch, heads, group, rows, local_rows, ties in shapes or CHOICE_SHAPES:
         scored = [max(0, rows - 61 * index) for index in range(batch)]
         host = 3 * torch.randn(batch, heads, group, rows, generator=generator, device=device)
-        local = torch.randn(batch, heads, group, local_rows, generator=generator, device=device)
         if ties:
-            host, local = host.round(), local.round()
-        local[..., ::3] = -math.inf
+            host = host.round()
+        chooser = Chooser(batch, heads, group, local_rows, device, generator)
         for rule, longer, extra in CHOICES:
             limits = keep_limits(rule, [longer * n for n in scored], scored, extra)
-            check_choice(local, host, limits)
+            check_choice(chooser, host, limits)
 
 
-def check_choice(local: Tensor, host: Tensor, limits: KeepLimits) -> None:
+def check_long_choices(device: torch.device, generator: torch.Generator) -> None:
+    """Rows that are read again at each look, as those are that do not fit the registers; several blocks of them."""
+    most_held, choose_kernel.MOST_HELD = choose_kernel.MOST_HELD, 0
+    check_choices(device, generator, CHOICE_SHAPES[-2:])
+    choose_kernel.MOST_HELD = most_held
+
+
+def check_choice(chooser: Chooser, host: Tensor, limits: KeepLimits) -> None:
     """host: what lies beyond `limits.scored` is overwritten with NaN, and must not be read."""
     clean = host.clone()
     for b, scored in enumerate(limits.scored):
         host[b, ..., scored:] = math.nan
         clean[b, ..., scored:] = 0.0
-    wanted_p, local_p = group_probabilities(local, clean, limits.scored)
-    found, p = choose_rows(local, host, limits)
+    wanted_p, local_p = group_probabilities(chooser.local_logits, clean, limits.scored)
+    found, p = chooser.choose(host, limits)
     torch.testing.assert_close(p, wanted_p, rtol=1e-4, atol=1e-7)
     twin = choose(limits, p, local_p)
     assert found.host_lengths == limits.scored and found.rows.shape[2] == limits.widest
@@ -123,23 +155,37 @@ def check_nothing_to_choose(device: torch.device, generator: torch.Generator) ->
     """No row scored, or none wanted: an empty selection, and p all the same."""
     for rows, scored, most in ((0, [0, 0], [9, 0]), (70, [0, 0], [9, 3]), (70, [70, 41], [0, 0])):
         host = torch.randn(2, 3, 2, rows, generator=generator, device=device)
-        local = torch.randn(2, 3, 2, 11, generator=generator, device=device)
-        check_choice(local, host, KeepLimits(scored, most, most))
+        chooser = Chooser(2, 3, 2, 11, device, generator)
+        check_choice(chooser, host, KeepLimits(scored, most, most))
     limits = KeepLimits([0, 41], [2, 0], [90, 90], 0.5, 1500)  # one of two sequences
-    check_choice(local, host, limits)
+    check_choice(chooser, host, limits)
 
 
 def check_mass_out_of_reach(device: torch.device, generator: torch.Generator) -> None:
     """Where the scored rows do not hold the mass, the count is the most that is allowed."""
     host = torch.randn(3, 2, 2, 200, generator=generator, device=device)
     host[..., 20:] = -300.0  # so unlikely that p is 0
-    local = torch.randn(3, 2, 2, 11, generator=generator, device=device)
+    chooser = Chooser(3, 2, 2, 11, device, generator)
     for extra_thousandths in (1000, 1400):
         limits = KeepLimits([200, 123, 1], [5, 0, 8], [60, 400, 90], 1.5, extra_thousandths)
-        selection, _ = choose_rows(local, host, limits)
+        selection, _ = chooser.choose(host, limits)
         expected = [min(200, 60 * extra_thousandths // 1000), 123, 1]
         assert selection.counts.tolist() == [[k, k] for k in expected], selection.counts
-        check_choice(local, host, limits)
+        check_choice(chooser, host, limits)
+
+
+def check_wide_choice(device: torch.device, generator: torch.Generator) -> None:
+    """As long a row as stays in registers, all of it equal but for two: the counts fill their 16 bits."""
+    rows = choose_kernel.MOST_HELD
+    host = torch.zeros(1, 1, 1, rows, device=device)
+    host[..., 7::20_000] = 1.0
+    chooser = Chooser(1, 1, 1, 70, device, generator)
+    for keep in (1, 5000):
+        check_choice(chooser, host, KeepLimits([rows], [keep], [keep]))
+    host[..., 7::20_000] = 0.0
+    check_choice(chooser, host, KeepLimits([rows], [rows], [rows]))
+    host = torch.randn(1, 1, 1, rows + 1, generator=generator, device=device)  # one more than fits
+    check_choice(chooser, host, KeepLimits([rows + 1], [300], [300]))
 
 
 def check_fetches(device: torch.device, generator: torch.Generator) -> None:

@@ -12,13 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridgen.selection.launch import cdiv, launch, next_power_of_2
+
 SPLIT = 256  # rows of one program
 ROWS_A_TURN = 32
+SPLITS_A_TURN = 16
+WARPS = 4
 
 
-@triton.jit
+# Numbers that change as the run goes on must not have a kernel compiled anew: none is specialised on.
+@triton.jit(do_not_specialize=["local_rows", "fetched_rows", "kv_heads", "splits"])
 def _attend_split(
-    query, keys, values, empty, fetched_keys, fetched_values, counts, partial, tops, sums,
+    query, keys, values, empty, fetched_keys, fetched_values, counts, partial,
     scale, local_rows, fetched_rows, kv_heads, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
@@ -53,26 +58,36 @@ def _attend_split(
         total = total * shrink + tl.sum(weights, 0)
         top = new_top
     at = head * splits + split
+    pieces = tl.num_programs(0) * splits
     tl.store(partial + at * DIM + channel, context, mask=inside)
-    tl.store(tops + at, top)
-    tl.store(sums + at, total)
+    tl.store(partial + pieces * DIM + at, top)
+    tl.store(partial + pieces * (DIM + 1) + at, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
-    partial, tops, sums, context, log_sum, splits,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    partial, context, log_sum, splits,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    channel, split = tl.arange(0, DIM_PADDED), tl.arange(0, SPLITS_PADDED)
-    there = split < splits
-    top = tl.load(tops + head * splits + split, mask=there, other=-float("inf"))
-    highest = tl.max(top, 0)
-    weight = tl.exp(top - highest)
-    total = tl.sum(weight * tl.load(sums + head * splits + split, mask=there, other=0.0), 0)
-    at = (head * splits + split)[:, None] * DIM + channel[None, :]
-    piece = tl.load(partial + at, mask=there[:, None] & (channel < DIM)[None, :], other=0.0)
-    tl.store(context + head * DIM + channel, tl.sum(piece * weight[:, None], 0) / total, mask=channel < DIM)
+    pieces = tl.num_programs(0) * splits
+    tops, sums = partial + pieces * DIM + head * splits, partial + pieces * (DIM + 1) + head * splits
+    channel = tl.arange(0, DIM_PADDED)
+    highest = -float("inf")
+    for start in range(0, splits, TURN):
+        split = start + tl.arange(0, TURN)
+        highest = tl.maximum(highest, tl.max(tl.load(tops + split, mask=split < splits, other=-float("inf")), 0))
+    total = 0.0
+    merged = tl.zeros([DIM_PADDED], tl.float32)
+    for start in range(0, splits, TURN):
+        split = start + tl.arange(0, TURN)
+        there = split < splits
+        weight = tl.exp(tl.load(tops + split, mask=there, other=-float("inf")) - highest)
+        total += tl.sum(weight * tl.load(sums + split, mask=there, other=0.0), 0)
+        at = (head * splits + split)[:, None] * DIM + channel[None, :]
+        piece = tl.load(partial + at, mask=there[:, None] & (channel < DIM)[None, :], other=0.0)
+        merged += tl.sum(piece * weight[:, None], 0)
+    tl.store(context + head * DIM + channel, merged / total, mask=channel < DIM)
     tl.store(log_sum + head, highest + tl.log(total))
 
 
@@ -86,7 +101,7 @@ def attend_rows(
     counts: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Context, float32 [B, Hq, d], and log-sum-exp, float32 [B, Hq].
+    """Context [B, Hq, d], rounded to the query's dtype, and log-sum-exp, float32 [B, Hq].
 
     query: [B, Hq, d]; keys, values: [B, Hkv, R, d]; empty: bool [B, 1, 1, R], slots without a token (not
     read); fetched_*: [B, Hkv, K, d], of which each head's first `counts` [B, Hkv] are read. All contiguous.
@@ -98,19 +113,18 @@ def attend_rows(
         fetched_keys, fetched_values = keys, values
     else:
         fetched_rows = fetched_keys.shape[2]
-    splits = triton.cdiv(local_rows + fetched_rows, SPLIT)
-    partial = torch.empty((batch * heads, splits, dim), dtype=torch.float32, device=query.device)
-    tops, sums = torch.empty((2, batch * heads, splits), dtype=torch.float32, device=query.device)
-    context = torch.empty((batch, heads, dim), dtype=torch.float32, device=query.device)
+    splits = cdiv(local_rows + fetched_rows, SPLIT)
+    # Of each split: its part of the context, then its maximum, then its sum.
+    partial = torch.empty(batch * heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
+    context = torch.empty((batch, heads, dim), dtype=query.dtype, device=query.device)
     log_sum = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
-    padded = triton.next_power_of_2(dim)
-    _attend_split[(batch * heads, splits)](
-        query.contiguous(), keys, values, empty, fetched_keys, fetched_values, counts, partial, tops, sums,
-        scale, local_rows, fetched_rows, kv_heads, splits,
-        GROUP=heads // kv_heads, DIM=dim, DIM_PADDED=padded, SPLIT=SPLIT, TURN=ROWS_A_TURN, num_warps=4,
+    padded = next_power_of_2(dim)
+    launch(
+        _attend_split, (batch * heads, splits),
+        (query.contiguous(), keys, values, empty, fetched_keys, fetched_values, counts, partial),
+        (scale, local_rows, fetched_rows, kv_heads, splits),
+        (heads // kv_heads, dim, padded, SPLIT, ROWS_A_TURN),
+        WARPS,
     )  # fmt: skip
-    _merge[(batch * heads,)](
-        partial, tops, sums, context, log_sum, splits,
-        DIM=dim, DIM_PADDED=padded, SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
-    )  # fmt: skip
+    launch(_merge, (batch * heads, 1), (partial, context, log_sum), (splits,), (dim, padded, SPLITS_A_TURN), WARPS)
     return context, log_sum

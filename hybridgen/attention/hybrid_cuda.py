@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridgen.attention.base import group_by_kv_head
 from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.selection.budget import KeepLimits
@@ -19,9 +17,8 @@ class CudaHybridAttention(HybridAttention):
     def _select(
         self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
-        # The logits lie in host memory: they cross the link once, here.
-        logits = torch.empty(host_logits.shape, dtype=torch.float32, device=query.device).copy_(host_logits)
-        return choose_rows(self._local_scores(query), group_by_kv_head(logits, self._spec.num_kv_heads), limits)
+        kv = self._kv
+        return choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale)
 
     def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
         kv, keys, values = self._kv, None, None

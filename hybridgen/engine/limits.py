@@ -17,7 +17,7 @@ from hybridgen.engine.batch import Batch
 from hybridgen.engine.llm import LLM
 from hybridgen.machine import MachineCeilings, limit_ms
 
-_CHOICE = ("_probabilities", "_choose")  # kernels of the choice, which run beside the compute stream
+_CHOICE = ("_score", "_choose")  # kernels of the choice, which run beside the compute stream
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridgen.selection.launch import launch, next_power_of_2
+
 BLOCKS = 32
 WARPS = 8
 ROWS_A_TURN = 32
 
 
-@triton.jit
+# The rows kept change as the run goes on, and must not have the kernel compiled anew: no number is specialised on.
+@triton.jit(do_not_specialize=["host_rows", "kept", "heads"])
 def _fetch_rows(
     first, second, rows, counts, out_first, out_second, host_rows, kept, heads,
     BOTH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TURN: tl.constexpr, GRID: tl.constexpr,
@@ -45,8 +48,10 @@ def fetch_rows(sources: list[Tensor], rows: Tensor, counts: Tensor, targets: lis
     batch, heads, host_rows, dim = sources[0].shape
     if rows.shape[2] == 0:
         return
-    _fetch_rows[(BLOCKS,)](
-        sources[0], sources[-1], rows, counts, targets[0], targets[-1], host_rows, rows.shape[2], batch * heads,
-        BOTH=len(sources) == 2, DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), TURN=ROWS_A_TURN, GRID=BLOCKS,
-        num_warps=WARPS,
+    launch(
+        _fetch_rows, (BLOCKS, 1),
+        (sources[0], sources[-1], rows, counts, targets[0], targets[-1]),
+        (host_rows, rows.shape[2], batch * heads),
+        (len(sources) == 2, dim, next_power_of_2(dim), ROWS_A_TURN, BLOCKS),
+        WARPS,
     )  # fmt: skip

@@ -1,9 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,attr-defined"
 """The choice on a GPU: two Triton kernels for the dozens of launches of the torch twin in `budget.py`.
 
-`probabilities`: p of every scored row by the choosing query, averaged over the heads of a KV head.
-`choose`: the rows of highest p, by bisection on the bits of p; no sort. Rows come out in ascending order.
-One program a sequence and KV head; what they read lies in the L2 cache.
+`_score`: logits of sinks and window, and those of the host, which cross the link here, once, by many programs: one
+program alone would be slow to read a long row. Each leaves the maximum of its piece and the sum of exponentials below
+it, and the host's logits on the device.
+`_choose`: one program a sequence and KV head puts the pieces together to p, averaged over the heads of the KV head,
+and finds the rows of highest p by bisection on the bits of p; no sort. A row that is short enough stays in registers
+from the first look to the last; a longer one is read again from the L2 cache. Rows come out in ascending order.
 """
 
 from __future__ import annotations
@@ -14,162 +17,259 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridgen.selection.budget import KeepLimits, per_sequence
+from hybridgen.selection.launch import cdiv, launch, next_power_of_2
 from hybridgen.types import TokenSelection
 
-BLOCK = 4096
-LEAST_BLOCK = 32
+SPLIT = 4096  # host rows of one program of `_score`, and rows of one look where they are not held
+LOCAL_SPLIT = 64  # local rows of one program
+LEAST_BLOCK = 1024  # few block sizes: each is a compilation, while the host tier grows
+MOST_HELD = 32768  # rows that stay in registers
+PIECE = 4096  # rows that are written at a time
+STRIDE_UNIT = 32  # logits: 128 bytes
 WARPS = 8
+WARPS_HELD = 16  # of more than SPLIT rows: 64 numbers a thread at most
 ALL_BITS = 31  # of a non-negative float
 
 
-@triton.jit
-def _probabilities(
-    host, local, lengths, p, local_p, host_stride, rows, local_rows, kv_heads,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+# Whatever number changes as the run goes on must not have a kernel compiled anew: none is specialised on.
+@triton.jit(do_not_specialize=["host_units", "local_rows", "host_splits", "splits", "kv_heads"])
+def _score(
+    query, keys, empty, host, limits, scratch,
+    scale, host_units, local_rows, host_splits, splits, kv_heads,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr, LOCAL_SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    length = tl.load(lengths + program // kv_heads)
+    head, split = tl.program_id(0), tl.program_id(1)
+    kv_head = head // GROUP
+    sequence = kv_head // kv_heads
+    logits = scratch + head.to(tl.int64) * host_splits * SPLIT
+    if split < host_splits:
+        row = split * SPLIT + tl.arange(0, SPLIT)
+        scored = tl.load(limits + sequence).to(tl.int32)
+        # The unit tells the compiler how the row is aligned.
+        x = tl.load(host + head.to(tl.int64) * host_units * UNIT + row, mask=row < scored, other=-float("inf"))
+        tl.store(logits + row, x)
+        top = tl.max(x, 0)
+        # Where there is no row, top is -inf, and the difference no number.
+        total = tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - top)), 0)
+    else:
+        local = (split - host_splits) * LOCAL_SPLIT + tl.arange(0, LOCAL_SPLIT)
+        channel = tl.arange(0, DIM_PADDED)
+        inside = channel < DIM
+        there = local < local_rows
+        there = there & (tl.load(empty + sequence * local_rows + local, mask=there, other=1) == 0)
+        q = tl.load(query + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
+        at = (kv_head.to(tl.int64) * local_rows + local)[:, None] * DIM + channel[None, :]
+        k = tl.load(keys + at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        y = tl.where(there, tl.sum(k * q[None, :], 1) * scale, -float("inf"))
+        top = tl.max(y, 0)
+        total = tl.sum(tl.where(there, tl.exp(y - top), 0.0), 0)
+    heads = tl.num_programs(0)
+    # Behind the logits lies p, a row for each KV head; then come the maxima, then the sums.
+    tops = scratch + (heads + heads // GROUP).to(tl.int64) * host_splits * SPLIT
+    at_piece = head * splits + split
+    tl.store(tops + at_piece, top)
+    tl.store(tops + heads * splits + at_piece, total)
+
+
+@triton.jit
+def _softmax_parts(tops, sums, host_splits, splits):
+    """Of one head's pieces: the maximum, the sum below it, and how much of that is local."""
+    lane = tl.arange(0, 128)
+    top = -float("inf")
+    for start in range(0, splits, 128):
+        piece = start + lane
+        top = tl.maximum(top, tl.max(tl.load(tops + piece, mask=piece < splits, other=-float("inf")), 0))
+    total = 0.0
+    local = 0.0
+    for start in range(0, splits, 128):
+        piece = start + lane
+        its_top = tl.load(tops + piece, mask=piece < splits, other=-float("inf"))
+        share = tl.load(sums + piece, mask=piece < splits, other=0.0) * tl.exp(its_top - top)
+        total += tl.sum(share, 0)
+        local += tl.sum(tl.where(piece >= host_splits, share, 0.0), 0)
+    return top, total, local
+
+
+@triton.jit
+def _above(held, row, stride, bits, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the rows whose p has more than these bits: how many they are, and their p in all."""
+    if HELD:
+        higher = held.to(tl.int32, bitcast=True) > bits
+        count = tl.sum(higher.to(tl.int32), 0)
+        mass = tl.sum(tl.where(higher, held, 0.0), 0)
+    else:
+        count = 0
+        mass = 0.0
+        for start in range(0, stride, BLOCK):
+            x = tl.load(row + start + tl.arange(0, BLOCK))
+            higher = x.to(tl.int32, bitcast=True) > bits
+            count += tl.sum(higher.to(tl.int32), 0)
+            mass += tl.sum(tl.where(higher, x, 0.0), 0)
+    return count, mass
+
+
+@triton.jit(do_not_specialize=["extra_thousandths", "rows", "width", "host_splits", "splits", "sequences", "kv_heads"])
+def _choose(
+    scratch, limits, chosen, padding, covered,
+    mass, extra_thousandths, rows, width, host_splits, splits, sequences, kv_heads,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, BY_MASS: tl.constexpr, HELD: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, BLOCK)
-    local_share = 0.0
+    stride = host_splits * SPLIT
+    row = scratch + (programs * GROUP + program).to(tl.int64) * stride  # of p
+    tops = scratch + (programs * GROUP + programs).to(tl.int64) * stride
+    sums = tops + programs * GROUP * splits
+
+    local = 0.0
+    held = tl.zeros([BLOCK], tl.float32)  # p, where a block takes all rows
     for member in range(GROUP):
         head = program * GROUP + member
-        host_row, local_row = host + head.to(tl.int64) * host_stride, local + head * local_rows
-        # Online softmax: a running maximum and the sum under it.
-        top = -float("inf")
-        for start in range(0, local_rows, BLOCK):
-            x = tl.load(local_row + start + index, mask=start + index < local_rows, other=-float("inf"))
-            top = tl.maximum(top, tl.max(x, 0))
-        for start in range(0, length, BLOCK):
-            x = tl.load(host_row + start + index, mask=start + index < length, other=-float("inf"))
-            top = tl.maximum(top, tl.max(x, 0))
-        local_sum = 0.0
-        for start in range(0, local_rows, BLOCK):
-            x = tl.load(local_row + start + index, mask=start + index < local_rows, other=-float("inf"))
-            local_sum += tl.sum(tl.exp(x - top), 0)
-        total = local_sum
-        for start in range(0, length, BLOCK):
-            x = tl.load(host_row + start + index, mask=start + index < length, other=-float("inf"))
-            total += tl.sum(tl.exp(x - top), 0)
-        local_share += local_sum / total / GROUP
-        for start in range(0, rows, BLOCK):
-            here = start + index
-            x = tl.load(host_row + here, mask=here < length, other=-float("inf"))
-            share = tl.exp(x - top) / total / GROUP
-            target = p + program.to(tl.int64) * rows + here
-            if member > 0:
-                share += tl.load(target, mask=here < rows, other=0.0)
-            tl.store(target, share, mask=here < rows)
-    tl.store(local_p + program, local_share)
+        top, total, local_sum = _softmax_parts(tops + head * splits, sums + head * splits, host_splits, splits)
+        weight = 1.0 / (total * GROUP)
+        local += local_sum * weight
+        logits = scratch + head.to(tl.int64) * stride
+        # Up to the stride; beyond what was scored the logits are -inf, and p is 0.
+        if HELD:
+            x = tl.load(logits + index, mask=index < stride, other=-float("inf"))
+            held += tl.exp(x - top) * weight
+        else:
+            for start in range(0, stride, BLOCK):
+                here = start + index
+                share = tl.exp(tl.load(logits + here) - top) * weight
+                if member > 0:
+                    share += tl.load(row + here)
+                tl.store(row + here, share)
+            tl.debug_barrier()  # other threads of the program read it
+    if HELD:
+        tl.store(row + index, held, mask=index < stride)
+        tl.debug_barrier()
 
-
-# The width and the extra change as the run goes on: neither may have the kernel compiled anew.
-@triton.jit(do_not_specialize=["width", "extra_thousandths"])
-def _choose(
-    p, local_p, scored, least, most, chosen, counts, padding, covered, rows, width, kv_heads, mass, extra_thousandths,
-    BY_MASS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = p + program.to(tl.int64) * rows
-    index = tl.arange(0, BLOCK)
-    local = tl.load(local_p + program)
     sequence = program // kv_heads
-    there_are = tl.load(scored + sequence)
-    keep = tl.load(most + sequence).to(tl.int32)
-
+    there_are = tl.load(limits + sequence)
+    keep = tl.load(limits + 2 * sequences + sequence).to(tl.int32)
     # The largest threshold (as bits) above or at which enough rows lie: enough by count, or by mass.
     if BY_MASS:
         threshold = 0
         for step in range(BITS):
             candidate = threshold | (1 << (BITS - 1 - step))
-            held = local
-            for start in range(0, rows, BLOCK):
-                x = tl.load(row + start + index, mask=start + index < rows, other=0.0)
-                held += tl.sum(tl.where(x.to(tl.int32, bitcast=True) >= candidate, x, 0.0), 0)
-            threshold = tl.where(held >= mass, candidate, threshold)
-        above = 0
-        held_above = local
-        for start in range(0, rows, BLOCK):
-            x = tl.load(row + start + index, mask=start + index < rows, other=0.0)
-            higher = x.to(tl.int32, bitcast=True) > threshold
-            above += tl.sum(higher.to(tl.int32), 0)
-            held_above += tl.sum(tl.where(higher, x, 0.0), 0)
+            _, at_least = _above(held, row, stride, candidate - 1, HELD, BLOCK)
+            threshold = tl.where(local + at_least >= mass, candidate, threshold)
+        above, held_above = _above(held, row, stride, threshold, HELD, BLOCK)
+        held_above += local
         # Of the rows at the threshold, as many as the mass still needs.
         value = threshold.to(tl.float32, bitcast=True)
         equal = tl.where(value > 0.0, tl.ceil((mass - held_above) / tl.maximum(value, 1e-45)), 0.0)
         needed = tl.where(held_above >= mass, 0, tl.minimum(above + equal, 2.0e9).to(tl.int32))
         # All that was scored may hold less than the mass, by rounding or for want of the rest: then all is needed.
         needed = tl.where(threshold == 0, keep, needed)
-        keep = tl.minimum(tl.maximum(needed, tl.load(least + sequence).to(tl.int32)), keep)
+        keep = tl.minimum(tl.maximum(needed, tl.load(limits + sequences + sequence).to(tl.int32)), keep)
     # In 64 bits: a million rows times thousands pass 2^31.
     keep = tl.minimum((keep.to(tl.int64) * extra_thousandths + 999) // 1000, there_are).to(tl.int32)
 
     threshold = 0
     for step in range(BITS):
         candidate = threshold | (1 << (BITS - 1 - step))
-        enough = 0
-        for start in range(0, rows, BLOCK):
-            x = tl.load(row + start + index, mask=start + index < rows, other=0.0)
-            enough += tl.sum((x.to(tl.int32, bitcast=True) >= candidate).to(tl.int32), 0)
+        enough, _ = _above(held, row, stride, candidate - 1, HELD, BLOCK)
         threshold = tl.where(enough >= keep, candidate, threshold)
-    above = 0
-    for start in range(0, rows, BLOCK):
-        x = tl.load(row + start + index, mask=start + index < rows, other=0.0)
-        above += tl.sum((x.to(tl.int32, bitcast=True) > threshold).to(tl.int32), 0)
+    above, _ = _above(held, row, stride, threshold, HELD, BLOCK)
 
-    # Rows above the threshold, and the first of those at it, in ascending order.
+    # Rows above the threshold, and the first of those at it, in ascending order: one scan counts both, 16 bits each.
     ties = keep - above
-    ties_seen, written, held = 0, 0, local
-    for start in range(0, rows, BLOCK):
-        here = start + index
-        x = tl.load(row + here, mask=here < rows, other=0.0)
+    ties_seen, above_seen = 0, 0
+    mass_kept = tl.zeros([PIECE], tl.float32)
+    for start in range(0, rows, PIECE):
+        here = start + tl.arange(0, PIECE)
+        x = tl.load(row + here, mask=here < stride, other=0.0)
         bits = x.to(tl.int32, bitcast=True)
+        higher = bits > threshold
         tie = (bits == threshold) & (here < rows)
-        order = ties_seen + tl.cumsum(tie.to(tl.int32), 0)
-        kept = ((bits > threshold) | (tie & (order <= ties))) & (here < rows)
-        place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
+        ones = tl.where(tie, 65536, higher.to(tl.int32))
+        seen = tl.cumsum(ones, 0)
+        tie_order = ties_seen + (seen >> 16)
+        kept = higher | (tie & (tie_order <= ties))
+        place = above_seen + (seen & 65535) + tl.minimum(tie_order, ties) - 1
         tl.store(chosen + program.to(tl.int64) * width + place, here.to(tl.int64), mask=kept)
-        held += tl.sum(tl.where(kept, x, 0.0), 0)
-        ties_seen += tl.sum(tie.to(tl.int32), 0)
-        written += tl.sum(kept.to(tl.int32), 0)
-    for start in range(0, width, BLOCK):
-        here = start + index
+        mass_kept += tl.where(kept, x, 0.0)
+        seen_here = tl.sum(ones, 0)
+        ties_seen += seen_here >> 16
+        above_seen += seen_here & 65535
+    for start in range(0, width, PIECE):
+        here = start + tl.arange(0, PIECE)
         outside = here >= keep
         at = program.to(tl.int64) * width + here
-        tl.store(chosen + at, tl.zeros([BLOCK], tl.int64), mask=outside & (here < width))
+        tl.store(chosen + at, tl.zeros([PIECE], tl.int64), mask=outside & (here < width))
         tl.store(padding + at, outside, mask=here < width)
-    tl.store(counts + program, keep.to(tl.int64))
-    tl.store(covered + program, held)
+    # The counts lie behind the rows of all heads.
+    tl.store(chosen + programs.to(tl.int64) * width + program, keep.to(tl.int64))
+    tl.store(covered + program, local + tl.sum(mass_kept, 0))
 
 
-def choose_rows(local_logits: Tensor, host_logits: Tensor, limits: KeepLimits) -> tuple[TokenSelection, Tensor]:
+def choose_rows(
+    query: Tensor,
+    keys: Tensor,
+    empty: Tensor,
+    host_logits: Tensor,
+    limits: KeepLimits,
+    scale: float,
+) -> tuple[TokenSelection, Tensor]:
     """`group_probabilities` and `choose` of budget.py; the rows come in ascending order. Second: p of the scored rows.
 
-    local_logits: float32 [B, Hkv, G, local rows], -inf where there is no token; host_logits: float32
-    [B, Hkv, G, N] with contiguous tokens, in memory that is quick to read several times, of which the first
-    limits.scored[b] are read. p: float32 [B, Hkv, N], 0 beyond what was scored; the rows are places among the N.
+    query: [B, Hq, d]; keys: [B, Hkv, R, d], contiguous; empty: bool [B, 1, 1, R], slots without a token (not read).
+    host_logits: float32 [B, Hq, N] with contiguous tokens and evenly spaced heads, of which the first
+    limits.scored[b] are read, once: they may lie in host memory. p: float32 [B, Hkv, N], 0 beyond what was scored, not
+    contiguous; the rows are places among the N.
     """
-    batch, kv_heads, group, rows = host_logits.shape
-    device, programs, width = host_logits.device, batch * kv_heads, limits.widest
-    p = torch.empty((batch, kv_heads, rows), dtype=torch.float32, device=device)
-    local_p, covered = torch.empty((2, batch, kv_heads), dtype=torch.float32, device=device)
-    chosen = torch.empty((batch, kv_heads, width), dtype=torch.int64, device=device)
+    batch, heads, dim = query.shape
+    kv_heads, local_rows, rows = keys.shape[1], keys.shape[2], host_logits.shape[2]
+    device, programs, width = query.device, batch * kv_heads, limits.widest
+    block = max(LEAST_BLOCK, next_power_of_2(rows))
+    split = min(SPLIT, block)
+    held = block <= MOST_HELD
+    if not held:
+        block = split
+    host_splits = cdiv(rows, split)
+    splits = host_splits + cdiv(local_rows, LOCAL_SPLIT)
+    stride, unit = host_logits.stride(1), STRIDE_UNIT
+    if stride % unit != 0:
+        unit = 1
+    assert batch == 1 or host_logits.stride(0) == heads * stride
+    numbers = per_sequence([*limits.scored, *limits.least, *limits.most], device)
+    # The rows of logits, those of p, then each piece's maximum and sum, in one piece of memory, as an allocation costs
+    # the host about what a launch does. So with rows and counts of the result.
+    padded = host_splits * split
+    scratch = torch.empty(
+        (batch * heads + programs) * padded + 2 * batch * heads * splits, dtype=torch.float32, device=device
+    )
+    chosen = torch.empty(programs * (width + 1), dtype=torch.int64, device=device)
+    launch(
+        _score, (batch * heads, splits),
+        (query.contiguous(), keys, empty, host_logits, numbers, scratch),
+        (scale, stride // unit, local_rows, host_splits, splits, kv_heads),
+        (heads // kv_heads, dim, next_power_of_2(dim), split, LOCAL_SPLIT, unit),
+        WARPS,
+    )  # fmt: skip
     padding = torch.empty((batch, kv_heads, 1, width), dtype=torch.bool, device=device)
-    scored = per_sequence(limits.scored, device)
-    block = min(BLOCK, triton.next_power_of_2(max(rows, LEAST_BLOCK)))
-    _probabilities[(programs,)](
-        host_logits, local_logits.contiguous(), scored, p, local_p,
-        host_logits.stride(2), rows, local_logits.shape[3], kv_heads,
-        GROUP=group, BLOCK=block, num_warps=WARPS,
-    )  # fmt: skip
-    if width == 0:
-        none = torch.zeros((batch, kv_heads), dtype=torch.int64, device=device)
-        return TokenSelection(chosen, none, padding, limits.scored, local_p), p
-    counts = torch.empty((batch, kv_heads), dtype=torch.int64, device=device)
+    covered = torch.empty((batch, kv_heads), dtype=torch.float32, device=device)
     by_mass = limits.mass is not None
-    _choose[(programs,)](
-        p, local_p, scored, per_sequence(limits.least, device), per_sequence(limits.most, device),
-        chosen, counts, padding, covered, rows, width, kv_heads,
-        limits.mass if by_mass else 1.0, limits.extra_thousandths,
-        BY_MASS=by_mass, BITS=ALL_BITS, BLOCK=block, num_warps=WARPS,
+    launch(
+        _choose, (programs, 1),
+        (scratch, numbers, chosen, padding, covered),
+        (
+            limits.mass if limits.mass is not None else 1.0, limits.extra_thousandths,
+            rows, width, host_splits, splits, batch, kv_heads,
+        ),
+        (heads // kv_heads, split, by_mass, held, ALL_BITS, block, min(block, PIECE)),
+        WARPS_HELD if block > SPLIT else WARPS,
     )  # fmt: skip
-    return TokenSelection(chosen, counts, padding, limits.scored, covered), p
+    selection = TokenSelection(
+        chosen.as_strided((batch, kv_heads, width), (kv_heads * width, width, 1)),
+        chosen.as_strided((batch, kv_heads), (kv_heads, 1), programs * width),
+        padding,
+        limits.scored,
+        covered,
+    )
+    p = scratch.as_strided((batch, kv_heads, rows), (kv_heads * padded, padded, 1), batch * heads * padded)
+    return selection, p
