@@ -2,9 +2,9 @@
 
     python experiments/streamed_weights.py --out DIR [--model opt-13b] [--seq 32k] [--share 0.5] [--keeps 0.02 0.1]
 
-Needs a GPU and the machine file of measure_ceilings.py. The bound of a step with streamed weights is the larger of the
-step with all weights resident and the link's time: streamed bytes at the DMA ceiling and fetched rows at the zero-copy
-ceiling. Random weights, --schedule fixed. Reports go to DIR.
+Needs a GPU and the machine file of `hybridgen.bench link`. The bound of a step with streamed weights is the larger of
+the step with all weights resident and the link's time: streamed bytes at the DMA ceiling and fetched rows at the
+zero-copy ceiling. Random weights, --schedule fixed. Reports go to DIR.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ceilings = read_ceilings()
     if ceilings is None or ceilings.dma_h2d_bytes_per_s is None or ceilings.zero_copy_bytes_per_s is None:
-        raise SystemExit("no machine file with a GPU: run experiments/measure_ceilings.py first")
+        raise SystemExit("no machine file with a GPU: run `python -m hybridgen.bench link` first")
     print(f"{arguments.model}, {arguments.seq}, {arguments.share:g} of the layers' weights on the GPU (random weights)")
     print(f"{'--keep':>7} {'resident ms':>12} {'streamed ms':>12} {'link ms':>9} {'bound ms':>9} {'over bound':>11}")
     for keep in arguments.keeps:

@@ -108,9 +108,9 @@ class _Bench:
         if self.note:
             print(self.note)
         rows = self._cpu() if self.command == "cpu" else self._link()
-        ceiling = max((row for row in rows if row.kernel == "read"), key=lambda row: row.gbps, default=None)
+        ceiling = read_ceiling(rows)
         print(cpu_table(rows) if self.command == "cpu" else link_table(rows))
-        warning = _above(rows, ceiling)
+        warning = _above(rows)
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
         seconds = time.perf_counter() - self.started_s
@@ -130,7 +130,7 @@ class _Bench:
         }
         if self.report_path is not None:
             write_whole("--report", self.report_path, json.dumps(report, indent=1) + "\n")
-        self._save(rows)
+        self._save(rows, ceiling_is_wrong=warning is not None)
         print(f"{seconds:.0f} s")
         return 0
 
@@ -140,7 +140,7 @@ class _Bench:
         shapes = [shape.within(walk_bytes) for shape in cpu.SHAPES]
         lists = [cpu.row_lists(shape) for shape in shapes]
         cases = {
-            key_type: [cpu.Case(shape, key_type, listed, walk_bytes) for shape, listed in zip(shapes, lists, strict=True)]
+            key_type: [cpu.Case(*pair, key_type, walk_bytes) for pair in zip(shapes, lists, strict=True)]
             for key_type in cpu.KEY_TYPES
         }
         every = [case for of_type in cases.values() for case in of_type]
@@ -155,6 +155,8 @@ class _Bench:
             rows = cpu.measure_reads(pool, walk_bytes, counts, counts[-1:] if self.quick else counts, loops, step)
             for key_type, of_type in cases.items():
                 pool.fill(key_type)
+                # A neighbour may have been busy before.
+                rows += cpu.read_again(pool, walk_bytes, rows, loops)
                 for case in of_type:
                     for threads in counts:
                         torch_gbps = None
@@ -163,11 +165,10 @@ class _Bench:
                             row = cpu.measure_scan(case, pool, threads, isa, rounds)
                             torch_gbps = torch_gbps or cpu.measure_torch(case, pool, threads, torch_s)
                             rows.append(replace(row, torch_gbps=torch_gbps))
-            if _above(rows, max(rows[: reads * len(loops)], key=lambda row: row.gbps)):
-                # Perhaps the machine was busy then: once more, before anybody believes it.
+            if _above(rows):
                 rows += cpu.measure_reads(pool, walk_bytes, counts, [], cpu.read_loops(quick=False), lambda what: None)
-        ceiling = max(row.gbps for row in rows if row.kernel == "read")
-        return [replace(row, fraction_of_ceiling=row.gbps / ceiling) for row in rows]
+        ceiling = read_ceiling(rows)
+        return [replace(row, fraction_of_ceiling=row.gbps / ceiling.gbps if ceiling else None) for row in rows]
 
     def _link(self) -> list[Row]:
         with _bar(1 + link_steps(self.cores), "bench link") as bar:
@@ -176,8 +177,10 @@ class _Bench:
             link = Link(torch.device("cuda", 0), self.gib, rounds=3 if self.quick else 5)
             return measure_link(link, self.cores, step)
 
-    def _save(self, rows: list[Row]) -> None:
+    def _save(self, rows: list[Row], ceiling_is_wrong: bool) -> None:
         rates, scans = found_rates(rows)
+        if ceiling_is_wrong:
+            rates["read_bytes_per_s"] = None
         if self.gib < LEAST_GIB_OF_A_CEILING:
             print(f"no machine file written: walks of {self.gib:g} GiB are of caches, in part")
             return
@@ -200,8 +203,8 @@ def _walk_gib(given: float | None) -> tuple[float, str | None]:
     free = psutil.virtual_memory().available
     limit = info.cgroup_memory_limit()
     free = free if limit is None else min(free, limit)
-    # Whole layers, the blocks that row lists leave out of sketches, and small pages in their turn.
-    most = free / GIB / 2.2
+    # Whole layers, the blocks of sketches that row lists leave out, and small pages in their turn.
+    most = free / GIB / 2.5
     if given is not None and given > most:
         raise InsufficientMemoryError(f"--gib {given:g}: {free / GIB:.1f} GiB are free, enough for --gib {most:.1f}")
     if given is not None:
@@ -225,8 +228,14 @@ def _steps(bar: tqdm[NoReturn]) -> Any:
     return step
 
 
-def _above(rows: Sequence[Row], ceiling: Row | None) -> str | None:
+def read_ceiling(rows: Sequence[Row]) -> Row | None:
+    """The fastest read loop."""
+    return max((row for row in rows if row.kernel == "read"), key=lambda row: row.gbps, default=None)
+
+
+def _above(rows: Sequence[Row]) -> str | None:
     """What is wrong if a kernel reads faster than the read loops do."""
+    ceiling = read_ceiling(rows)
     scans = [row for row in rows if row.kernel in ("scan", "scan_rows")]
     if ceiling is None or not scans:
         return None
@@ -279,26 +288,28 @@ def cpu_table(rows: Sequence[Row]) -> str:
     by_threads = [max((row.gbps for row in reads if row.threads == n), default=None) for n in counts]
     lines.append(["read, best loop", "", "", *map(_gbps, by_threads), "1.00", ""])
     scans = [row for row in rows if row.kernel != "read"]
-    for kernel, key_type, shape, isa in dict.fromkeys((r.kernel, r.key_type, r.shape, r.isa) for r in scans):
-        same = [row for row in scans if (row.kernel, row.key_type, row.shape, row.isa) == (kernel, key_type, shape, isa)]
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in scans:
+        groups.setdefault((row.kernel, row.isa or "", row.key_type or "", row.shape), []).append(row)
+    for (kernel, isa, key_type, shape), same in groups.items():
         by_count = {row.threads: row.gbps for row in same}
         best = max(same, key=lambda row: row.gbps)
         torch_best = max((row.torch_gbps for row in same if row.torch_gbps is not None), default=None)
         lines.append(
             [
                 f"{kernel}, {isa}",
-                key_type or "",
+                key_type,
                 shape,
                 *(_gbps(by_count.get(n)) for n in counts),
                 f"{best.fraction_of_ceiling or 0:.2f}",
                 _gbps(torch_best),
             ]
         )
-    best_read = max(reads, key=lambda row: row.gbps)
     columns = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
     head = ["GB/s", "keys", "shape", *columns, "of the ceiling", "torch, best"]
-    said = f"read ceiling: {best_read.gbps:.1f} GB/s, {best_read.threads} threads, {best_read.shape}"
-    return f"{said}\n{_table(head, lines)}"
+    ceiling = read_ceiling(rows)
+    said = f"read ceiling: {ceiling.gbps:.1f} GB/s, {ceiling.threads} threads, {ceiling.shape}\n" if ceiling else ""
+    return said + _table(head, lines)
 
 
 def link_table(rows: Sequence[Row]) -> str:

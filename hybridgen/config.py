@@ -73,6 +73,10 @@ class PlacementConfig:
     # needs that layer's weights when layer i begins; with 1 they would be sent for only then.
     prefetch_depth: int = 2
     gpu_memory_bytes: int | None = None  # None: 0.9 of what is free
+    # Memory nodes of the host's K and V: local, semantic (K near, V far), interleave or inverse; near and far: which.
+    memory: Literal["local", "semantic", "interleave", "inverse"] = "local"
+    near_node: int | None = None  # None: the node of this process's cores
+    far_node: int | None = None  # None: a node without cores, or else another than the near one
     host_memory_bytes: int | None = None  # None: 0.9 of what is available (too little where RAM grows on demand)
 
 

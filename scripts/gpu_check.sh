@@ -20,7 +20,7 @@ if grep -qE '[0-9]+ skipped' "$OUT/tests.log"; then
     status=1
 fi
 export HYBRIDGEN_MACHINE_FILE="$OUT/machine.json"
-"$PYTHON" experiments/measure_ceilings.py || status=1
+"$PYTHON" -m hybridgen.bench link --report "$OUT/link.json" || status=1
 trace="$OUT/opt-13b-32k-select.trace.json"
 rm -f "$trace" "$trace.gz" "$OUT"/opt-13b-32k-{select,off,feedback}.json # nothing of an earlier check is read as this one's
 run_opt() { # name, more flags

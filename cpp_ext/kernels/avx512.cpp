@@ -92,6 +92,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
   using Element = typename Key::Element;
+  constexpr std::int64_t kLine = 64 / sizeof(Element);
   const std::int64_t d = block.head_dim;
   const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
@@ -117,7 +118,9 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
       __m512 key[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        if constexpr (Listed) {
+        if (c % kLine != 0) {
+          // This line is asked for already.
+        } else if constexpr (Listed) {
           _mm_prefetch(next[r] + c, _MM_HINT_T0);
         } else {  // into L2: distant rows at large strides share few sets of L1
           _mm_prefetch(row[r] + c + distance, _MM_HINT_T1);
@@ -330,7 +333,9 @@ void combine(const float* x, std::int64_t stride, const float* factors, std::int
   }
 }
 
-// Four-byte dot products without VNNI. No pair of products leaves 16 bits: 2 * 15 * 127.
+// Four-byte dot products without VNNI. Two products are added in 16 bits, which limits the codes.
+constexpr int kMostCode = 128;
+
 inline __m512i dot(__m512i sums, __m512i codes, __m512i weights) {
   const __m512i pairs = _mm512_maddubs_epi16(codes, weights);
   return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));

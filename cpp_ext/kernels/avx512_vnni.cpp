@@ -17,6 +17,8 @@
 namespace hybridgen {
 namespace {
 
+constexpr int kMostCode = 255;
+
 inline __m512i dot(__m512i sums, __m512i codes, __m512i weights) { return _mm512_dpbusd_epi32(sums, codes, weights); }
 
 #include "sketch512.h"

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridgen.selection.launch import cdiv, launch, next_power_of_2
+from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
 
 SPLIT = 256  # rows of one program
 ROWS_A_TURN = 32

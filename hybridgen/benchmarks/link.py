@@ -77,7 +77,9 @@ class Link:
         origin, origin_s = self.clock.origin()
         arriving = self._copy(self._blocks(self.layers[:half], 8 * self.rounds), self.target, to_host=False)
         leaving = self._copy(self._blocks(self.layers[half:], 8 * self.rounds), self.second_target, to_host=True)
-        together = rates_together(*(self._spans(marks, origin, origin_s) for marks in (arriving, leaving)))
+        together = rates_together(
+            self._spans(arriving, origin, origin_s), self._spans(leaving, origin, origin_s), least_s=0.005
+        )
         return self._row("h2d+d2h", sum(together), self.block_bytes)
 
     def zero_copy(self, fetched: int = FETCHED_ROWS) -> Row:
@@ -92,9 +94,9 @@ class Link:
             self.transfer.fetch_rows([layer], rows, counts, [target])
             marks.append(self.clock.mark())
         times_ms = [self.clock.elapsed_ms(*pair) for pair in pairwise(marks)]
-        moved = target.numel() * 2
+        ms = statistics.median(times_ms)
         shape = f"{HEADS}x{fetched} of {self.tokens} rows of {2 * DIM} bytes"
-        return Row("zero_copy", "fp16", shape, None, None, statistics.median(times_ms), moved / _ns(times_ms))
+        return Row("zero_copy", "fp16", shape, None, None, ms, target.numel() * 2 / ms / 1e6)
 
     def scan_with_dma(self, threads: int) -> tuple[Row, Row]:
         """The scan and H2D copies while both ran, of the round with the median sum."""
@@ -169,10 +171,6 @@ class Link:
         return [Span(*times_s, self.block_bytes) for times_s in pairwise(at_s)]
 
 
-def _ns(times_ms: list[float]) -> float:
-    return statistics.median(times_ms) * 1e6
-
-
 def measure_link(link: Link, cores: int, progress: Progress) -> list[Row]:
     """All of it; `link_steps` steps."""
     rows = []
@@ -186,7 +184,7 @@ def measure_link(link: Link, cores: int, progress: Progress) -> list[Row]:
         progress(name)
         rows.append(measure())
     progress("scan and DMA")
-    return rows + [*link.scan_with_dma(max(1, cores - 1))]
+    return [*rows, *link.scan_with_dma(max(1, cores - 1))]
 
 
 def scan_threads(cores: int) -> list[int]:

@@ -7,40 +7,30 @@ result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridgen.attention.base import LayerAttention
-from hybridgen.attention.hybrid import HybridAttention
-from hybridgen.attention.hybrid_cpu import CpuHybridAttention
-from hybridgen.attention.hybrid_logits import LogitsHybridAttention
-from hybridgen.attention.resident import ResidentAttention
 from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings
 from hybridgen.engine import build
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.generation import Generation, generate
+from hybridgen.engine.layer_factory import KVMemory, LayerFactory
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import FixedSchedule, ReplaySchedule, Schedule
-from hybridgen.engine.scheduling import make_schedule, most_fetched, names_candidates, observe
+from hybridgen.engine.scheduling import make_schedule, observe
 from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError
-from hybridgen.kv_cache.host_keys import key_parts
-from hybridgen.kv_cache.layout import host_shape
-from hybridgen.kv_cache.resident import ResidentKV
-from hybridgen.kv_cache.staging import Staging
-from hybridgen.kv_cache.tiered import TieredKV
-from hybridgen.models.spec import LayerSpec
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
-from hybridgen.offload.host_memory import HostSlab, padded_bytes
+from hybridgen.offload.host_memory import SlabPool, place_kv
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
 from hybridgen.offload.weights import LayerWeightStore
-from hybridgen.selection.candidates import Candidates
 from hybridgen.telemetry import StepTimings, Telemetry
 
 
@@ -59,6 +49,9 @@ class _Machine:
         self.threads = TorchThreads(
             build.torch_threads(config, choice.device, threads), watches=asked == "auto" and choice.device.type == "cpu"
         )
+        poison = isinstance(self.transfer, LazyTransfer)
+        placed = place_kv(config.placement.memory, config.placement.near_node, config.placement.far_node)
+        self.memory = KVMemory(self.worker, self.transfer, SlabPool(choice.device, poison), placed)
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
         depth, layers = config.placement.prefetch_depth, weights.tensors.layers
         self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
@@ -118,6 +111,7 @@ class LLM:
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk)
+        self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory)
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -147,6 +141,13 @@ class LLM:
     @property
     def worker_threads(self) -> int:
         return self._worker.threads
+
+    @property
+    def host_memory(self) -> dict[str, Any]:
+        """Where the host's K and V lie, and how often their memory was made and used again."""
+        memory = self._machine.memory
+        return {**asdict(memory.placed), "slabs_allocated": memory.slabs.allocated_slabs,
+                "slabs_reused": memory.slabs.reused_slabs}  # fmt: skip
 
     @property
     def torch_threads(self) -> TorchThreads:
@@ -189,7 +190,7 @@ class LLM:
         if schedule is None:
             schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
         micro_batch = self.config.runtime.micro_batch
-        batch = Batch(capacities, micro_batch, self._layout, self._make_layers, self.device, schedule)
+        batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule)
         if self.config.attention.predictor == "delta" and "lookahead" in self.modes:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
         return batch
@@ -229,61 +230,3 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _make_layers(self, batch: int, capacity: int) -> list[LayerAttention]:
-        """The attention of every layer for a micro-batch, all its host memory in one slab."""
-        shapes = [
-            host_shape(spec, batch, self._layout, capacity)
-            for spec, mode in zip(self.spec.layers, self.modes, strict=True)
-            if mode != "resident"
-        ]
-        poison = isinstance(self._transfer, LazyTransfer)
-        listing = names_candidates(self.config)
-        keys_as = build.key_storage(self.config, self.dtype)
-        slab_bytes = sum(padded_bytes(shape, self.dtype) for shape in shapes)
-        slab_bytes += sum(padded_bytes(*part) for shape in shapes for part in key_parts(shape, keys_as))
-        if listing:
-            slab_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
-        slab = HostSlab(slab_bytes, self.device, poison)
-        native = build.native_kernels(self.config, self.device)
-        plain = HybridAttention
-        if self.device.type == "cuda" and self.config.runtime.kernels == "auto":
-            from hybridgen.attention.hybrid_cuda import CudaHybridAttention  # Triton: only where there is a GPU
-
-            plain = CudaHybridAttention
-        stagings: dict[LayerSpec, Staging] = {}
-        layers: list[LayerAttention] = []
-        for layer, (spec, mode) in enumerate(zip(self.spec.layers, self.modes, strict=True)):
-            if mode == "resident":
-                kv = ResidentKV(spec, batch, capacity, self.device, self.dtype)
-                layers.append(ResidentAttention(spec, kv))
-                continue
-            threshold = self._layout.ageing_threshold(layer, self.spec.num_layers)
-            tiered = TieredKV(
-                spec, batch, capacity, self._layout, threshold, self.device, self.dtype, slab, self._transfer, keys_as
-            )
-            predicts = mode == "lookahead"
-            weighs = predicts and self.config.attention.lookahead == "logits"
-            candidates = listed_rows = None
-            if listing:
-                sequences, heads, length, _ = tiered.host_values.tensor.shape
-                rows = (sequences, heads, length)
-                candidates, listed_rows = Candidates(rows, self.device), slab.take(rows, torch.int32)
-            executor: type[HybridAttention] = LogitsHybridAttention if weighs else plain
-            staging = None
-            if native and not weighs:
-                executor = CpuHybridAttention
-            if executor is not CpuHybridAttention or keys_as.stored is torch.int8:  # else rows are read in place
-                if spec not in stagings:
-                    kept, stored = most_fetched(self.config, self._layout.host_rows(capacity)), keys_as.stored
-                    stagings[spec] = Staging(
-                        batch, spec.num_kv_heads, kept, spec.head_dim, self.device, self.dtype, stored
-                    )
-                staging = stagings[spec]
-            attention = executor(
-                layer, spec, tiered, self._worker, self._transfer, predicts, staging, candidates, listed_rows
-            )
-            if isinstance(attention, LogitsHybridAttention):
-                attention.renormalise = self.config.attention.dropped == "renormalise"
-            layers.append(attention)
-        return layers

@@ -92,6 +92,7 @@ def build_report(
             "steps": encode(batch.plans[: len(steps)]),
         },
         "key_types": _key_types(batch),
+        "host_memory": llm.host_memory,
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
         "versions": {

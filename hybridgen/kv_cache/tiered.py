@@ -30,11 +30,12 @@ class TieredKV:
         ageing_threshold: int,
         device: torch.device,
         dtype: torch.dtype,
-        slab: HostSlab,
+        keys_slab: HostSlab,
+        values_slab: HostSlab,
         transfer: TransferEngine,
         keys_as: KeyStorage | None = None,
     ) -> None:
-        """slab: has room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`."""
+        """The slabs have room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`."""
         self.layout = layout
         self.lengths = [0] * batch
         self.host_lengths = [0] * batch
@@ -44,8 +45,8 @@ class TieredKV:
         self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
         keys_as = keys_as or KeyStorage(dtype)
-        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, slab, transfer)
-        self.host_values = slab.take(shape, dtype)
+        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer)
+        self.host_values = values_slab.take(shape, dtype)
         self.host_values.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite
         self.notes: list[str] = []  # on keys that are not stored as was asked for
         self._keys_as, self._shape, self._dtype, self._device = keys_as, shape, dtype, device

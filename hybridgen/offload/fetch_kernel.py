@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridgen.selection.launch import launch, next_power_of_2
+from hybridgen.selection.launch_kernel import launch, next_power_of_2
 
 BLOCKS = 32
 WARPS = 8

@@ -122,11 +122,11 @@ class LogitWorker:
         (less than 2 % of what tells logits apart; cpp_ext/kernels/scan.h).
         rows: int32 [B, Hkv, n], contiguous, in host memory: only these keys are scored, each KV head its own, and
         lengths[b] counts listed rows; logit j is that of the key in row rows[b, h, j]. Each must be a row of the keys;
-        it is read when the scan runs, and not checked. For a sketch sort each list: every run of rows of one block of 64
-        reads the whole block. rows_copied: the transfer that fills `rows`, if one is under
-        way; it must have been issued in direction "d2h", whose copies keep their order, so that the query's copy,
-        which starts the scan, comes after it. Keys and rows stay alive and unchanged until `logits` has returned, which
-        also counts the bytes that were read: whole blocks of a sketch, int8's scales with its codes.
+        it is read when the scan runs, and not checked. Sort them for a sketch: each run of rows of one block of 64
+        costs the whole block. rows_copied: the transfer that fills `rows`, if one is under way; it must have been
+        issued in direction "d2h", whose copies keep their order, so that the query's copy, which starts the scan, comes
+        after it. Keys and rows stay alive and unchanged until `logits` has returned, which also counts what was read:
+        int8's scales with its codes, whole blocks of a sketch.
         ValueError: what does not fit.
         """
         batch, heads, dim = query.shape

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridgen.selection.budget import KeepLimits, per_sequence
-from hybridgen.selection.launch import cdiv, launch, next_power_of_2
+from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
 from hybridgen.types import TokenSelection
 
 SPLIT = 4096  # host rows of one program of `_score`, and rows of one look where they are not held

@@ -143,12 +143,13 @@ def sketch_logits(query: Tensor, rounding: Tensor, codes: Tensor, scale: Tensor,
     most = folded.abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 1e-30, 127 / most, 0.0)
     weights = (folded * inverse).round().double()  # half to even
-    step = most.double() / 127
+    step: Tensor = most.double() / 127
     exact = query[:, None] * scale
     middle = (2**bits - 1) / 2
     base = query @ zero.T + middle * (exact - step * weights).sum(-1)  # [group, blocks]
-    sums = torch.einsum("gbc,btc->gbt", weights, codes)
-    return (step * sums + base[..., None]).flatten(1)
+    sums: Tensor = torch.einsum("gbc,btc->gbt", weights, codes)
+    logits: Tensor = step * sums + base[..., None]
+    return logits.flatten(1)
 
 
 # ---------------------------------------------------------------------------------------------------------

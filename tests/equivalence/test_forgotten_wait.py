@@ -102,6 +102,47 @@ def test_of_a_transfer_in_decode(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch,
     assert forgotten
 
 
+def is_of(dtype: torch.dtype, wanted: str) -> Callable[[list[Tensor], str], bool]:
+    """One-tensor copies of a type that V does not have, nor a query or K as it is."""
+    return lambda targets, direction: direction == wanted and len(targets) == 1 and targets[0].dtype is dtype
+
+
+def is_scales(wanted: str) -> Callable[[list[Tensor], str], bool]:
+    """One float a row: [Hkv, 64] on their way to the host, [B, Hkv, K, 1] fetched."""
+
+    def kind(targets: list[Tensor], direction: str) -> bool:
+        shape = targets[0].shape
+        one_a_row = len(shape) == 2 if wanted == "d2h" else shape[-1] == 1
+        return direction == wanted and len(targets) == 1 and targets[0].dtype is torch.float32 and one_a_row
+
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("keys_as", "kind"),
+    [
+        ({"key_type": "int8"}, is_fetch),
+        ({"key_type": "int8"}, is_scales("h2d")),
+        ({"key_type": "int8"}, is_scales("d2h")),
+        ({"key_type": "int8"}, is_of(torch.int8, "d2h")),
+        ({"sketch": "int4"}, is_of(torch.uint8, "d2h")),
+        ({"sketch": "int2"}, is_query),
+        ({"key_type": "fp16"}, is_fetch),
+        ({"key_type": "fp16"}, is_of(torch.float16, "d2h")),
+    ],
+    ids=["codes and V", "scales", "aged scales", "aged codes", "aged sketch", "query", "fp16", "aged fp16"],
+)
+def test_of_quantised_keys(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, keys_as: Any, kind: Any) -> None:
+    settings = Settings(window=16, keep=0.1, **keys_as)
+    with engine(zoo.directory(NAME), settings) as llm:
+        run = start(zoo, llm, settings)
+        run.decode(1)
+        forgotten = forget(monkeypatch, kind)
+        with pytest.raises(AssertionError, match=r"decode step \d+: (sequence|logits)"):
+            run.decode(19)
+    assert forgotten
+
+
 @pytest.mark.parametrize("kind", [is_fetch, is_host_rows], ids=["fetched rows", "aged rows"])
 def test_of_rows_in_decode_at_full_budget(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     with engine(zoo.directory(NAME), Settings(window=16, keep=1.0)) as llm:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridgen.kv_cache.host_keys import KeyStorage as EngineStorage
 from hybridgen.kv_cache.quantize import make_sketch, quantize_int8
-from hybridgen.kv_cache.recall import KeyStorage as EngineStorage
 from hybridgen.kv_cache.recall import adequate_storage
 from tests.equivalence.dense_keys import (
     Encoded,

@@ -250,30 +250,28 @@ class QuantizedCase:
         strides = tuple(stride // 4 for stride in self.key_scales.strides[:2])
         return {"key_scales": self.key_scales.ctypes.data, "scale_strides": strides}
 
-    def folded(self, query: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, float]:
-        """Of one head and block of a sketch: what stands for scale * query, and what rounding it lost by one code."""
-        scale = block[-4 * self.head_dim : -2 * self.head_dim].view(np.float16).astype(np.float32)
-        weights = query * scale
-        most = abs(weights).max()
-        inverse = np.float32(127) / most if most > 1e-30 else np.float32(0)
-        stand_in = np.rint(weights * inverse) * np.float64(most / np.float32(127))
-        return stand_in, (weights - stand_in).sum()
+    def logits(self, b: int, h: int) -> np.ndarray:
+        """A sketch's logits of KV head h by the definition in cpp_ext/kernels/scalar.cpp; float64 [group, lengths[b]].
 
-    def logits(self, b: int, head: int) -> np.ndarray:
-        """A sketch's logits by the kernels' own definition, in float64 where that is not about integers."""
-        d, h = self.head_dim, head // self.group
-        q = self.query[b, head]
+        fp32 as far as integers depend on it.
+        """
+        d = self.head_dim
         keys, rows = self.scanned(b, h)
-        want = np.empty(len(rows))
-        for unit in np.unique(rows // SKETCH_BLOCK):
-            block = np.ascontiguousarray(self.keys[b, h, unit])
-            scale = block[-4 * d : -2 * d].view(np.float16).astype(np.float64)
-            zero = block[-2 * d :].view(np.float16).astype(np.float64)
-            here = rows // SKETCH_BLOCK == unit
-            codes = np.divide(keys[here] - zero, scale, out=np.zeros_like(keys[here]), where=scale != 0).round()
-            stand_in, lost = self.folded(q, block)
-            want[here] = codes @ stand_in + (2**self.bits - 1) / 2 * lost + zero @ q.astype(np.float64)
-        return self.scale * (want + q.astype(np.float64) @ self.key_mean[b, h].astype(np.float64))
+        numbers = np.ascontiguousarray(self.keys[b, h][:, -4 * d :]).view(np.float16).astype(np.float32)
+        scale, zero = numbers[:, :d].astype(np.float64), numbers[:, d:].astype(np.float64)
+        at = rows // SKETCH_BLOCK
+        codes = np.divide(keys - zero[at], scale[at], out=np.zeros_like(keys), where=scale[at] != 0).round()
+        want = np.empty((self.group, len(rows)))
+        for g, q in enumerate(self.query[b, h * self.group : (h + 1) * self.group]):
+            with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # blocks that no row is of
+                weights = q * numbers[:, :d]
+                most = abs(weights).max(axis=1, keepdims=True)
+                inverse = np.where(most > 1e-30, np.float32(127) / most, np.float32(0))
+                stand_in = np.rint(weights * inverse) * (most / np.float32(127)).astype(np.float64)
+                of_block = (2**self.bits - 1) / 2 * (weights - stand_in).sum(axis=1) + zero @ q.astype(np.float64)
+            want[g] = (codes * stand_in[at]).sum(axis=1) + of_block[at]
+            want[g] += q.astype(np.float64) @ self.key_mean[b, h].astype(np.float64)
+        return self.scale * want
 
     def check(self) -> None:
         """Against float64; nothing is written beyond the lengths. int8: within rounding of fp32 sums, as ScanCase.
@@ -283,18 +281,18 @@ class QuantizedCase:
         rounding = (2 * self.head_dim / 8 + 16) * 2.0**-24
         for b, length in enumerate(self.lengths):
             assert np.isnan(self.out[b, :, length:]).all(), f"written beyond lengths[{b}]={length}"
-            for head in range(self.num_kv_heads * self.group):
-                h = head // self.group
-                q, mean = self.query[b, head].astype(np.float64), self.key_mean[b, h].astype(np.float64)
+            for h in range(self.num_kv_heads):
+                heads = slice(h * self.group, (h + 1) * self.group)
+                q, mean = self.query[b, heads].astype(np.float64), self.key_mean[b, h].astype(np.float64)
                 K, _ = self.scanned(b, h)
-                size = abs(K) @ abs(q) + abs(mean) @ abs(q)
+                size = abs(q) @ abs(K).T + (abs(q) @ abs(mean))[:, None]
                 if self.bits:
-                    want = self.logits(b, head)
-                    size += 20 * abs(q).sum()  # of its parts: scales and zeros of 1, codes of 15
+                    want = self.logits(b, h)
+                    size += 20 * abs(q).sum(axis=1)[:, None]  # of its parts: scales and zeros of 1, codes of 15
                 else:
-                    want = self.scale * (K @ q + mean @ q)
-                error = abs(self.out[b, head, :length] - want)
-                assert (error <= rounding * abs(self.scale) * size).all(), f"sequence {b}, head {head}: {error.max()}"
+                    want = self.scale * (q @ K.T + (q @ mean)[:, None])
+                error = abs(self.out[b, heads, :length] - want)
+                assert (error <= rounding * abs(self.scale) * size).all(), f"sequence {b}, KV head {h}: {error.max()}"
 
     def read_bytes(self) -> int:
         """What the scan reads of the keys."""

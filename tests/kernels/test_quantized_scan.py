@@ -75,8 +75,8 @@ def test_unsorted_lists_are_only_slower(isa, key_type):
 @pytest.mark.parametrize("key_type", QUANTIZED)
 def test_thread_counts_and_many_chunks(key_type, threads):
     for isa in ISAS:
-        run(QuantizedCase(key_type, [20001, 5, 4000], 2, 2, 128), isa, threads)
-        run(QuantizedCase(key_type, [9001, 5, 4000], 2, 2, 128, tier=12000), isa, threads, bytes_known=False)
+        run(QuantizedCase(key_type, [6001, 5, 1000], 2, 2, 128), isa, threads)
+        run(QuantizedCase(key_type, [5001, 5, 1000], 2, 2, 128, tier=8000), isa, threads, bytes_known=False)
 
 
 @pytest.mark.parametrize("key_type", QUANTIZED)
@@ -116,9 +116,7 @@ def test_constant_and_huge_channels_of_sketches(isa, key_type):
     case.keys[0, 0, :2] = make_sketch(keys, SKETCH_BITS[key_type])[0, 0].numpy()
     worker = _C.ScanWorker(0, isa=isa)
     worker.wait(case.submit(worker))
-    for head in range(3):
-        want = case.logits(0, head)
-        np.testing.assert_allclose(case.out[0, head, :128], want, rtol=1e-5, atol=1e-6 * 1e6)
+    np.testing.assert_allclose(case.out[0, :, :128], case.logits(0, 0), rtol=1e-5, atol=1e-6 * 1e6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -189,7 +187,10 @@ GOOD = {
     "head_dim": 64, "lengths": [10, 4], "key_strides": (1280, 640, 64), "out_strides": (60, 10),
     "scale": 1.0, "hold": True, "key_scales": 4096, "scale_strides": (20, 10),
 }  # fmt: skip
-SKETCH = {"key_type": "int2", "key_scales": 0, "lengths": [128, 70], "out_strides": (800, 200), "key_strides": (9000, 4500, 1280)}  # noqa: E501  # fmt: skip
+SKETCH = {
+    "key_type": "int2", "key_scales": 0, "lengths": [128, 70], "out_strides": (800, 200),
+    "key_strides": (9000, 4500, 1280),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,10 @@ SKETCH = {"key_type": "int2", "key_scales": 0, "lengths": [128, 70], "out_stride
         ({"key_scales": 4098}, "key_scales=4098: must be a non-null address, a multiple of 4"),
         ({"key_mean": 4098}, "key_mean=4098: must be a non-null address, a multiple of 4"),
         ({"key_type": "float16"}, "key_scales=4096: must be 0 unless key_type is int8"),
-        ({"key_type": "float16", "key_scales": 0, "key_mean": 4096}, "key_mean=4096: must be 0 unless key_type is int8"),
+        (
+            {"key_type": "float16", "key_scales": 0, "key_mean": 4096},
+            "key_mean=4096: must be 0 unless key_type is int8",
+        ),
         ({"scale_strides": (-1, 10)}, r"scale_strides\[0\] \(batch\)=-1: must be 0 or more"),
         ({"scale_strides": (20, -1)}, r"scale_strides\[1\] \(head\)=-1: must be 0 or more"),
         (SKETCH | {"key_scales": 4096}, "key_scales=4096: must be 0 unless"),
@@ -301,7 +305,7 @@ def test_logit_worker_names_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             int8.submit(lengths=[300, 7], keys=wrong)
-    with pytest.raises(ValueError, match="lengths: .* do not fit"):
+    with pytest.raises(ValueError, match=r"lengths: .* do not fit"):
         int2.submit(lengths=[321, 7])
     int8.worker.close()
     int2.worker.close()

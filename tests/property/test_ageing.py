@@ -56,6 +56,7 @@ class Walk:
             CPU,
             torch.float32,
             slab,
+            slab,
             transfer(Telemetry()),
         )
         self.sinks, self.window, self.capacity, self.ring = sinks, window, capacity, layout.ring

@@ -11,7 +11,16 @@ import pytest
 
 from hybridgen import info, machine
 from hybridgen.errors import ConfigError
-from hybridgen.machine import MachineCeilings, limit_ms, machine_file, read_ceilings, write_ceilings
+from hybridgen.machine import (
+    MachineCeilings,
+    hardware_file,
+    hardware_files,
+    limit_ms,
+    machine_file,
+    read_ceilings,
+    record_rates,
+    write_ceilings,
+)
 
 CEILINGS = MachineCeilings(
     scan_bytes_per_s=100e9,
@@ -79,6 +88,10 @@ def test_another_machine(change: dict[str, object], tmp_path: Path, caplog: pyte
         ("dma_h2d_bytes_per_s", -1.0),
         ("zero_copy_bytes_per_s", True),
         ("gpu", 3),
+        ("scan_by_key_type", {"fp16": 0}),
+        ("scan_by_key_type", None),
+        ("read_bytes_per_s", -1.0),
+        ("cpu", 5),
         ("cores", 1.5),
         ("cores", 0),
         ("measured_at", 2026),
@@ -94,12 +107,68 @@ def test_a_damaged_field(name: str, value: object, tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", list(asdict(CEILINGS)))
+LATER = ("read_bytes_per_s", "dma_d2h_bytes_per_s", "dma_both_bytes_per_s", "scan_by_key_type", "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in asdict(CEILINGS) if name not in LATER])
 def test_a_missing_field(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text(json.dumps({key: value for key, value in asdict(CEILINGS).items() if key != name}))
     with pytest.raises(ConfigError, match=f"{name} is missing"):
         read_ceilings(path)
+
+
+def test_a_file_of_an_earlier_version(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({key: value for key, value in asdict(CEILINGS).items() if key not in LATER}))
+    assert read_ceilings(path) == CEILINGS
+
+
+def test_parts_are_put_together() -> None:
+    path = machine_file()
+    record_rates(path, {"read_bytes_per_s": 11e9}, {"fp16": 9e9, "int8": 10e9})
+    first = read_ceilings()
+    assert first is not None and (first.scan_bytes_per_s, first.dma_h2d_bytes_per_s) == (10e9, None)
+    record_rates(path, {"dma_h2d_bytes_per_s": 50e9}, {"fp16": 9.5e9})
+    both = read_ceilings()
+    assert both is not None
+    assert (both.read_bytes_per_s, both.scan_bytes_per_s, both.dma_h2d_bytes_per_s) == (11e9, 10e9, 50e9)
+    assert both.scan_by_key_type == {"fp16": 9.5e9, "int8": 10e9} and both.cpu == info.cpu_info().model
+
+
+@pytest.mark.parametrize("change", [{"gpu": "NVIDIA L4"}, {"cores": 8}, {"cpu": "another"}])
+def test_rates_of_another_machine_go(change: dict[str, object]) -> None:
+    record_rates(machine_file(), {"read_bytes_per_s": 11e9, "zero_copy_bytes_per_s": 40e9}, {"int8": 10e9})
+    before = read_ceilings()
+    assert before is not None
+    write_ceilings(machine_file(), replace(before, **change))  # type: ignore[arg-type]
+    after = record_rates(machine_file(), {"read_bytes_per_s": 5e9}, {"fp16": 4e9})
+    assert (after.read_bytes_per_s, after.zero_copy_bytes_per_s) == (5e9, None)
+    assert after.scan_by_key_type == {"fp16": 4e9} and after == read_ceilings()
+
+
+def test_a_damaged_file_is_written_anew() -> None:
+    machine_file().parent.mkdir(parents=True)
+    machine_file().write_text("{")
+    record_rates(machine_file(), {}, {"fp16": 4e9})
+    assert read_ceilings() is not None
+
+
+def test_files_of_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "configs_dir", lambda: tmp_path)
+    assert hardware_files() == []
+    path = write_ceilings(hardware_file("h200-x1"), replace(CEILINGS, cores=8))
+    assert hardware_files() == [path] == [tmp_path / "hardware" / "h200-x1.json"]
+    assert read_ceilings(path) is None
+    assert read_ceilings(path, any_machine=True) == replace(CEILINGS, cores=8)
+    for name in ("", "a/b", "..", ".x", "a b"):
+        with pytest.raises(ConfigError, match="machine name"):
+            hardware_file(name)
+
+
+def test_shipped_files() -> None:
+    for path in hardware_files():
+        assert read_ceilings(path, any_machine=True) is not None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe"])

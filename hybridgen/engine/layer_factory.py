@@ -1,0 +1,128 @@
+"""Which executor and which memory each layer of a micro-batch gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridgen.attention.base import LayerAttention
+from hybridgen.attention.hybrid import HybridAttention
+from hybridgen.attention.hybrid_cpu import CpuHybridAttention
+from hybridgen.attention.hybrid_logits import LogitsHybridAttention
+from hybridgen.attention.resident import ResidentAttention
+from hybridgen.config import Config
+from hybridgen.engine import build
+from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.scheduling import most_fetched, names_candidates
+from hybridgen.kv_cache.host_keys import key_parts
+from hybridgen.kv_cache.layout import host_shape
+from hybridgen.kv_cache.resident import ResidentKV
+from hybridgen.kv_cache.staging import Staging
+from hybridgen.kv_cache.tiered import TieredKV
+from hybridgen.models.spec import LayerSpec, ModelSpec
+from hybridgen.offload.host_memory import HostSlab, KVPlacement, SlabPool, padded_bytes
+from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.transfer import TransferEngine
+from hybridgen.selection.candidates import Candidates
+
+
+@dataclass
+class KVMemory:
+    """What all strategies on one machine share: who scans, who moves, and slabs of host memory on their nodes."""
+
+    worker: LogitWorker
+    transfer: TransferEngine
+    slabs: SlabPool
+    placed: KVPlacement
+
+
+class LayerFactory:
+    """Makes the attention of every layer, for `sequences` of up to `capacity` tokens."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        modes: Sequence[LayerMode],
+        device: torch.device,
+        dtype: torch.dtype,
+        memory: KVMemory,
+    ) -> None:
+        self._config, self._spec, self._modes = config, spec, modes
+        self._device, self._dtype, self._memory = device, dtype, memory
+        self._layout = build.window_layout(config)
+        self._keys_as = build.key_storage(config, dtype)
+        self._lists = names_candidates(config)
+        self._native = build.native_kernels(config, device)
+        self._plain: type[HybridAttention] = HybridAttention
+        if device.type == "cuda" and config.runtime.kernels == "auto":
+            from hybridgen.attention.hybrid_cuda import CudaHybridAttention  # Triton: only where there is a GPU
+
+            self._plain = CudaHybridAttention
+
+    def __call__(self, sequences: int, capacity: int) -> list[LayerAttention]:
+        keys, values = self._slabs(sequences, capacity)
+        stagings: dict[LayerSpec, Staging] = {}
+        layers: list[LayerAttention] = []
+        for layer, (spec, mode) in enumerate(zip(self._spec.layers, self._modes, strict=True)):
+            if mode == "resident":
+                kv = ResidentKV(spec, sequences, capacity, self._device, self._dtype)
+                layers.append(ResidentAttention(spec, kv))
+            else:
+                layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
+        return layers
+
+    def _slabs(self, sequences: int, capacity: int) -> tuple[HostSlab, HostSlab]:
+        """Memory for the keys (and the lists of their rows), and for the values."""
+        shapes = [
+            host_shape(spec, sequences, self._layout, capacity)
+            for spec, mode in zip(self._spec.layers, self._modes, strict=True)
+            if mode != "resident"
+        ]
+        key_bytes = sum(padded_bytes(*part) for shape in shapes for part in key_parts(shape, self._keys_as))
+        if self._lists:
+            key_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
+        value_bytes = sum(padded_bytes(shape, self._dtype) for shape in shapes)
+        slabs, placed = self._memory.slabs, self._memory.placed
+        return slabs.take(key_bytes, placed.keys), slabs.take(value_bytes, placed.values)
+
+    def _tiered(
+        self,
+        layer: int,
+        spec: LayerSpec,
+        mode: LayerMode,
+        sequences: int,
+        capacity: int,
+        keys: HostSlab,
+        values: HostSlab,
+        stagings: dict[LayerSpec, Staging],
+    ) -> LayerAttention:
+        transfer, worker = self._memory.transfer, self._memory.worker
+        threshold = self._layout.ageing_threshold(layer, self._spec.num_layers)
+        kv = TieredKV(
+            spec, sequences, capacity, self._layout, threshold, self._device, self._dtype, keys, values, transfer,
+            self._keys_as,
+        )  # fmt: skip
+        predicts = mode == "lookahead"
+        weighs = predicts and self._config.attention.lookahead == "logits"
+        executor: type[HybridAttention] = LogitsHybridAttention if weighs else self._plain
+        if self._native and not weighs:
+            executor = CpuHybridAttention
+        candidates = listed_rows = None
+        if self._lists:
+            rows = (sequences, spec.num_kv_heads, kv.host_values.tensor.shape[2])
+            candidates, listed_rows = Candidates(rows, self._device), keys.take(rows, torch.int32)
+        staging = None
+        if executor is not CpuHybridAttention or self._keys_as.stored is torch.int8:  # else rows are read in place
+            if spec not in stagings:
+                kept = most_fetched(self._config, self._layout.host_rows(capacity))
+                stagings[spec] = Staging(
+                    sequences, spec.num_kv_heads, kept, spec.head_dim, self._device, self._dtype, self._keys_as.stored
+                )
+            staging = stagings[spec]
+        attention = executor(layer, spec, kv, worker, transfer, predicts, staging, candidates, listed_rows)
+        if isinstance(attention, LogitsHybridAttention):
+            attention.renormalise = self._config.attention.dropped == "renormalise"
+        return attention
