@@ -91,6 +91,7 @@ template <class Key, int G, bool Listed>
 void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
+  constexpr int kWalk = R < 8 ? R : KWALK;
   using Element = typename Key::Element;
   constexpr std::int64_t kLine = 64 / sizeof(Element);
   const std::int64_t d = block.head_dim;
@@ -114,10 +115,12 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) acc[i] = _mm512_setzero_ps();
 
-    const auto step = [&](std::int64_t c, __mmask16 mask) __attribute__((always_inline)) {
+    // Rows from `from` on, `kWalk` at a time: were 16 rows walked at once, 16 prefetches in a row would hold all of L1's
+    // fill buffers until DRAM answers, and loads of what is in L2 already would wait with them.
+    const auto step = [&](int from, std::int64_t c, __mmask16 mask) __attribute__((always_inline)) {
       __m512 key[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
+      for (int r = from; r < from + kWalk; ++r) {
         if (c % kLine != 0) {
           // This line is asked for already.
         } else if constexpr (Listed) {
@@ -133,12 +136,15 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
         __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
         if constexpr (R > 1) asm("" : "+v"(q));  // queries, too, are rarely aligned, and then a load costs two
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) acc[g * R + r] = _mm512_fmadd_ps(q, key[r], acc[g * R + r]);
+        for (int r = from; r < from + kWalk; ++r) acc[g * R + r] = _mm512_fmadd_ps(q, key[r], acc[g * R + r]);
       }
     };
-    std::int64_t c = 0;
-    for (; c + kLanes <= d; c += kLanes) step(c, kAll);
-    if (c < d) step(c, kAll >> 8);  // head_dim is a multiple of 8: half a register is left
+#pragma GCC unroll 2
+    for (int from = 0; from < R; from += kWalk) {
+      std::int64_t c = 0;
+      for (; c + kLanes <= d; c += kLanes) step(from, c, kAll);
+      if (c < d) step(from, c, kAll >> 8);  // head_dim is a multiple of 8: half a register is left
+    }
 
     __m512 logits = sums_of(acc);
     if constexpr (kScaled) {

@@ -75,7 +75,7 @@ CASES = {
     "int8, delta, gqa3 mass": case("llama-gqa3", like(MASS, predictor="delta"), "int8"),
     "int8, select 0 2, qwen2": case("qwen2", like(KEEP, exact_layers=(0, 2), exact_mode="select"), "int8"),
     "int8, first pieces, mha": case("llama-mha", like(KEEP, prefill_chunk=70), "int8"),
-    "int8, first piece of sinks, opt": case("opt", like(KEEP, prefill_chunk=4), "int8", (((50, 386), 12),)),
+    "int8, first piece of sinks, opt": case("opt", like(KEEP, prefill_chunk=4), "int8", (((50, 386), 20),)),
     "int8, no sinks, window 1": case("opt", Settings(window=1, sinks=0, keep=0.1), "int8", (((1, 127, 190), 36),)),
     "int8, filling": case("llama-gqa4", like(KEEP, window=16, exact_mode="select"), "int8", (((10, 130), 100),)),
     "int8, full budget": case("llama-gqa2", like(KEEP, keep=1.0), "int8"),
