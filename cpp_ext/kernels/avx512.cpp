@@ -91,7 +91,7 @@ template <class Key, int G, bool Listed>
 void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
-  constexpr int kWalk = R < 8 ? R : KWALK;
+  constexpr int kWalk = R < 8 ? R : 8;
   using Element = typename Key::Element;
   constexpr std::int64_t kLine = 64 / sizeof(Element);
   const std::int64_t d = block.head_dim;

@@ -131,7 +131,7 @@ SETTLED = {
         case(ROTATING.name, logits(PAIR), "int8+int4", (((250, 20, 330), 14), ((70, 60, 1), 9))),
         {"int8+int4": 1, "float32+int4": 2},
     ),
-    "int8+int2, rotating": (case(ROTATING.name, MASS, "int8+int2", MEASURED), {"int8": 1, "float32": 1}),
+    "int8+int2, rotating": (case(ROTATING.name, MASS, "int8+int2", MEASURED), {"float32+int2": 1}),
     "int8, rotating, micro-batches of 1": (
         case(ROTATING.name, KEEP, "int8", MEASURED, runtime__micro_batch=1),
         {"int8": 2 + 4 + 2, "float32": 2 + 2},

@@ -13,11 +13,12 @@ from tests.kernels.scan_case import ISAS, ScanCase
 ROOT = Path(__file__).parents[2]
 FORCED = """
 from hybridgen import _C
-from tests.kernels.scan_case import ScanCase
+from tests.kernels.scan_case import QUANTIZED, QuantizedCase, ScanCase
 worker = _C.ScanWorker(1)
-case = ScanCase("float16", [100], 2, 2, 64)
-worker.wait(case.submit(worker))
-case.check()
+cases = [ScanCase("float16", [100], 2, 2, 64), *(QuantizedCase(kind, [100], 2, 2, 64) for kind in QUANTIZED)]
+for case in cases:
+    worker.wait(case.submit(worker))
+    case.check()
 print("selected", _C.selected_isa(), worker.isa, sorted(worker.jobs_by_isa.items()))
 """
 
@@ -52,7 +53,7 @@ def test_variants_are_what_the_cpu_has():
 def test_forced_isa_runs(isa):
     result = python(FORCED, isa)
     assert result.returncode == 0, result.stderr
-    counts = sorted((name, int(name == isa)) for name in ISAS)
+    counts = sorted((name, 4 * (name == isa)) for name in ISAS)
     assert f"selected {isa} {isa} {counts}" in result.stdout
 
 

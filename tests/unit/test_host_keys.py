@@ -74,11 +74,12 @@ def test_kinds() -> None:
 
 
 def queries_and_keys(kv_heads: int, group: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of a few directions that queries ask for, as real ones."""
+    """Keys mostly of a few directions, which queries ask for, as real ones are."""
     generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(kv_heads, tokens, 64, generator=generator)
-    queries = torch.randn(64, kv_heads * group, 64, generator=generator)
-    return queries, keys
+    directions = torch.randn(8, 64, generator=generator)
+    keys = torch.randn(kv_heads, tokens, 8, generator=generator) @ directions
+    queries = torch.randn(64, kv_heads * group, 8, generator=generator) @ directions
+    return queries, keys + torch.randn(keys.shape, generator=generator)
 
 
 def test_recall_by_the_definition() -> None:
