@@ -1,5 +1,6 @@
-// AVX2, FMA and F16C. The plan is avx512.cpp's in registers of 8 floats, of which there are 16: a tile of G query heads x
-// R rows has G * R <= 8 accumulators, reduced together. head_dim is a multiple of 8, so no register is ever half full.
+// AVX2, FMA and F16C. The plan is avx512.cpp's in registers of 8 floats, of which there are 16: a tile of G query heads
+// x R rows has G * R <= 8 accumulators, reduced together. head_dim is a multiple of 8, so no register is ever half
+// full.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -69,8 +70,8 @@ inline float max_of(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
-// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows from one to
-// the one that is prefetched meanwhile.
+// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows from one
+// to the one that is prefetched meanwhile.
 template <class Key, int G, bool Listed>
 void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;

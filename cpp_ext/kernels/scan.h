@@ -11,8 +11,9 @@ namespace hybridgen {
 
 // How keys are stored. The number indexes IsaKernels::scan; of the first kValueTypes, IsaKernels::weigh, too.
 // Int8: symmetric, a scale for each row, about a mean for each channel.
-// Int4 and Int2 are sketches: blocks of 64 tokens, asymmetric, a scale and a zero for each channel and block. A block is
-// one run of bytes without gaps: codes, then fp16 scale[head_dim], then fp16 zero[head_dim]; only whole blocks exist.
+// Int4 and Int2 are sketches: blocks of 64 tokens, asymmetric, a scale and a zero for each channel and block. A block
+// is one run of bytes without gaps: codes, then fp16 scale[head_dim], then fp16 zero[head_dim].
+// Only whole blocks exist.
 // Channels go in quads; byte 4 * lane + k, lane < 16, of a vector of 64 codes' bytes is of channel 4 * quad + k.
 //   Int2: vector quad; bits 2t and 2t + 1 of the byte are the code of token 16 * t + lane, t < 4
 //   Int4: vectors 2 * quad + v, v < 2; its low nibble is of token 32 * v + lane, its high one of 32 * v + 16 + lane

@@ -15,8 +15,8 @@ struct Folded {
   float base;
 };
 
-// scalar.cpp's `fold` is the definition. sum_c query * zero + middle * (weight - step * rounded) is taken apart, so that
-// what is the same for all heads is computed once and the rest costs few instructions: with one head, a third of a
+// scalar.cpp's `fold` is the definition. sum_c query * zero + middle * (weight - step * rounded) is taken apart, so
+// that what is the same for all heads is computed once and the rest costs few instructions: with one head, a third of a
 // block's time goes here. `ahead`: as in `part`.
 template <int G>
 inline __attribute__((always_inline)) void fold(const float* query, const unsigned char* scales, std::int64_t d,
@@ -71,8 +71,8 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
   }
 }
 
-// Tokens from 16 * First on, 16 * T of them, of the block at `codes`, for the G heads with these weights. `ahead`: bytes
-// to what is prefetched beside each load.
+// Tokens from 16 * First on, 16 * T of them, of the block at `codes`, for the G heads with these weights. `ahead`:
+// bytes to what is prefetched beside each load.
 template <int Bits, int G, int T, int First>
 inline __attribute__((always_inline)) void part(const unsigned char* codes, std::int64_t d,
                                                 const std::int8_t (*weights)[kMaxSketchDim], const Folded* folded,
