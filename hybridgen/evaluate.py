@@ -204,6 +204,8 @@ def _name(config: Config, all_configs: Sequence[Config]) -> str:
         if value is not None
     ]
     words.append(f"lookahead {config.attention.lookahead}")
+    if len({other.attention.predictor for other in all_configs}) > 1:
+        words.append(f"predictor {config.attention.predictor}")
     if len({other.selection.min_keep for other in all_configs}) > 1:
         words.append(f"min-keep {selection.min_keep}")
     if len({other.cache.gpu_window for other in all_configs}) > 1:
