@@ -55,8 +55,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def finish(argv: list[str], report: Path, status: int = 0) -> dict[str, Any]:
-    assert run.main([*argv, "--report", str(report)]) == status
+def finish(argv: list[str], report: Path, status: int = 0, schedule: str | None = "fixed") -> dict[str, Any]:
+    """schedule: None for the default, which plans by how long things take: no two such runs need be alike."""
+    more = [] if schedule is None else ["--schedule", schedule]
+    assert run.main([*argv, *more, "--report", str(report)]) == status
     content: dict[str, Any] = json.loads(report.read_text())
     return content
 
@@ -217,6 +219,19 @@ def test_threads_and_transfers_do_not_change_the_output(
     expected = finish(base, tmp_path / "a.json")["output_ids"]
     other = ["--set", f"runtime.transfer={transfer}", "--set", f"runtime.worker_threads={threads}"]
     assert finish([*base, *other], tmp_path / "b.json")["output_ids"] == expected
+
+
+def test_the_default_schedule_is_feedback_and_can_be_replayed(tiny: Path, tmp_path: Path) -> None:
+    base = ["--model", str(tiny), "--weights", "random", "--seq", "700", "--gen", "40", "--gpu-window", "32"]
+    report = finish(base, tmp_path / "a.json", schedule=None)
+    assert report["scheduler"]["mode"] == "feedback" and report["config"]["schedule"]["mode"] == "feedback"
+    again = finish(base, tmp_path / "b.json", schedule=f"replay:{tmp_path / 'a.json'}")
+    assert again["output_ids"] == report["output_ids"]
+    assert again["scheduler"]["steps"] == report["scheduler"]["steps"]
+    paper = finish(base, tmp_path / "c.json", schedule="paper")
+    layers = [layer for step in paper["scheduler"]["steps"] for layer in step["layers"]]
+    ratios = {layer["keep"]["keep"] for layer in layers if layer["keep"]}
+    assert 0.05 in ratios and len(ratios) > 1, "the ratio moves every fourth step"
 
 
 @needs_smollm2
