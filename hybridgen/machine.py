@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -15,6 +14,7 @@ from typing import Any
 
 from hybridgen.errors import ConfigError
 from hybridgen.info import cache_root
+from hybridgen.output import write_whole
 
 FILE_VARIABLE = "HYBRIDGEN_MACHINE_FILE"
 
@@ -65,15 +65,11 @@ def write_ceilings(path: Path | None, ceilings: MachineCeilings) -> Path:
     path: None for `machine_file()`. ConfigError if it cannot be written.
     """
     path = machine_file() if path is None else path
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(ceilings), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where its folder is none, the first error says so
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"machine file {path}: {error.strerror or error}") from None
+    write_whole("machine file", path, json.dumps(asdict(ceilings), indent=1) + "\n")
     return path
 
 
