@@ -27,7 +27,6 @@ from hybridgen.benchmarks import cpu
 from hybridgen.benchmarks.link import Link, link_steps, measure_link
 from hybridgen.benchmarks.rows import Row
 from hybridgen.cli import Parser, run_command
-from hybridgen.engine.output import check_output_path, write_whole
 from hybridgen.engine.report import current_commit
 from hybridgen.errors import ConfigError, InsufficientMemoryError
 from hybridgen.machine import (
@@ -40,6 +39,7 @@ from hybridgen.machine import (
     this_gpu,
 )
 from hybridgen.offload.logit_worker import selected_isa
+from hybridgen.output import check_output_path, write_whole
 
 WALK_GIB = 4.0  # many times what caches hold
 LEAST_GIB_OF_A_CEILING = 1.0  # shorter walks are of caches, in part

@@ -22,6 +22,7 @@ from typing import Any
 from hybridgen.config import configs_dir
 from hybridgen.errors import ConfigError
 from hybridgen.info import cache_root, cpu_info, versions
+from hybridgen.output import write_whole
 
 FILE_VARIABLE = "HYBRIDGEN_MACHINE_FILE"
 
@@ -123,15 +124,11 @@ def write_ceilings(path: Path | None, ceilings: MachineCeilings) -> Path:
     path: None for `machine_file()`. ConfigError if it cannot be written.
     """
     path = machine_file() if path is None else path
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(ceilings), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where its folder is none, the first error says so
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"machine file {path}: {error.strerror or error}") from None
+    write_whole("machine file", path, json.dumps(asdict(ceilings), indent=1) + "\n")
     return path
 
 

@@ -27,7 +27,6 @@ from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.generation import generate, timed
 from hybridgen.engine.limits import kernel_ms, limits
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.output import check_output_path
 from hybridgen.engine.report import build_report, write_report
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.trace import TRACED_STEPS, build_trace, write_trace
@@ -37,6 +36,7 @@ from hybridgen.evaluation.prompts import Prompts, encode_if_local, make_prompts,
 from hybridgen.machine import read_ceilings
 from hybridgen.models.loading import weight_bytes
 from hybridgen.models.tokenizer import IncrementalDecoder, Tokenizer
+from hybridgen.output import check_output_path
 from hybridgen.table import format_settings, format_table
 
 CHECK_CONTEXT = 8192  # longer contexts are checked against full attention only when asked for

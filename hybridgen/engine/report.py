@@ -20,8 +20,8 @@ from hybridgen import __version__
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.generation import Generation
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.output import write_whole
 from hybridgen.engine.schedule import FeedbackSchedule, encode
+from hybridgen.output import write_whole
 from hybridgen.placement.plan import MemoryPlan
 from hybridgen.telemetry import StepTimings
 

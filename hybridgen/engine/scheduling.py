@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -80,7 +81,8 @@ def observe(batch: Batch, modes: Sequence[LayerMode], timings: StepTimings) -> S
 
     Waits for the device: call it when the step is over.
     """
-    layers, plan = controlled_layers(modes), batch.plans[-1].layers
+    controlled, plan = controlled_layers(modes), batch.plans[-1].layers
+    layers = controlled
     if not layers:
         return None
     tried = next((layer for layer in layers if plan[layer].trial_tokens), None)
@@ -94,26 +96,15 @@ def observe(batch: Batch, modes: Sequence[LayerMode], timings: StepTimings) -> S
     def parts(layer: int) -> list[LayerAttention]:
         return [micro_batch.layers[layer] for micro_batch in batch.micro_batches]
 
-    def kept(layer: int) -> Tensor:
-        counts = [part.selection.counts.flatten() for part in parts(layer) if part.selection is not None]
-        return torch.cat(counts).float()
-
-    scanned_fully = [layer for layer in controlled_layers(modes) if plan[layer].mode == "post_qkt"] or layers
-    wanted = [
-        torch.cat([kept(layer) for layer in layers]).mean(),
-        torch.stack([kept(layer).mean() / plan[layer].extra for layer in scanned_fully]).mean(),
-    ]
-    trials = 0
-    if tried is not None:
-        columns = [
-            (part.selection.mass.flatten(), *(mass.flatten() for mass in part.trial_masses))
-            for part in parts(tried)
-            if part.selection is not None and part.trial_masses
-        ]
-        trials = len(columns)
-        wanted += [torch.cat(column).mean() for column in zip(*columns, strict=True)]
-    kept_tokens, floor_tokens, *masses = torch.stack(wanted).tolist()
-    full, covered, trial = masses if trials else (None, None, None)
+    # One copy to the host for all counts and one for all masses: these are small tensors by the hundred.
+    kept = _by_layer([(layer, part.selection.counts) for layer in controlled for part in parts(layer) if part.selection])
+    kept_tokens = statistics.fmean(count for layer in layers for count in kept[layer])
+    scanned_fully = [layer for layer in controlled if plan[layer].mode == "post_qkt"] or layers
+    floor_tokens = statistics.fmean(statistics.fmean(kept[layer]) / plan[layer].extra for layer in scanned_fully)
+    tried_parts = [part for part in parts(tried) if part.selection and part.trial_masses] if tried is not None else []
+    columns = zip(*[(part.selection.mass, *part.trial_masses) for part in tried_parts if part.selection], strict=True)
+    masses = _by_layer([(index, mass) for index, column in enumerate(columns) for mass in column])
+    full, covered, trial = (statistics.fmean(masses[i]) for i in range(3)) if masses else (None, None, None)
     hosts = [length for layer in layers for part in parts(layer) for length in part.host_lengths or []]
     scored = [count for layer in layers for part in parts(layer) for count in part.scored]
     return StepObservation(
@@ -131,3 +122,13 @@ def observe(batch: Batch, modes: Sequence[LayerMode], timings: StepTimings) -> S
         full_scan_mass=full,
         trial_mass=trial,
     )
+
+
+def _by_layer(named: Sequence[tuple[int, Tensor]]) -> dict[int, list[float]]:
+    """The numbers of all the tensors under one name, from one copy to the host."""
+    found: dict[int, list[float]] = {}
+    if named:
+        numbers = iter(torch.cat([tensor.flatten() for _, tensor in named]).tolist())
+        for name, tensor in named:
+            found.setdefault(name, []).extend(itertools.islice(numbers, tensor.numel()))
+    return found

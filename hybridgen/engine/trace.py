@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridgen.engine.output import write_whole
+from hybridgen.output import write_whole
 from hybridgen.telemetry import StepTimings, TracedSpan
 
 TRACED_STEPS = 64  # the first of a run: this bounds the memory that a trace takes

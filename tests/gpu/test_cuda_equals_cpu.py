@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,6 @@ from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
 PROMPT_LENGTHS = (230, 97, 180)
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny-models")
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def generate(model: Path, device: str, **overrides: object) -> list[list[int]]:
@@ -61,10 +47,13 @@ def test_micro_batches_and_prefill_pieces(directory: Path) -> None:
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
-def test_decode_allocates_no_device_memory(directory: Path) -> None:
-    """After a few steps the caching allocator asks the driver for nothing more."""
-    model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
-    with LLM(str(model), {"runtime.device": "cuda", "cache.gpu_window": 64, "selection.keep": 0.2}) as llm:
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_decode_allocates_no_device_memory(share: float, directory: Path) -> None:
+    """After a few steps the caching allocator asks the driver for nothing more, streamed weights or not."""
+    settings = {
+        "runtime.device": "cuda", "cache.gpu_window": 64, "selection.keep": 0.2, "placement.weights_on_gpu": share,
+    }  # fmt: skip
+    with LLM(str(save_tiny_model("llama-mha", directory)), settings) as llm:
         batch = llm.new_batch([400])
         token = llm.prefill(batch, [list(range(90)) * 3]).argmax(-1)
         for _ in range(8):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,6 @@ from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
 PROMPT_LENGTHS = (400, 150, 310)
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny-models")
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def engine(model: Path, device: str, **overrides: object) -> LLM:

@@ -16,11 +16,6 @@ STEPS = 12
 SHARES = [0.0, 0.1, 0.37, 0.5, 0.9, 1.0]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny-models")
-
-
 def generate(model: str, share: float, dtype: str, **overrides: object) -> list[list[int]]:
     settings = {
         "runtime.device": "cuda",
@@ -92,22 +87,3 @@ def test_matrices_large_enough_to_be_under_way_when_they_are_wanted() -> None:
         found, part = run(share)
         assert part < (0.35 + 0.65 * share + 0.1) * whole
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), share
-
-
-def test_decode_allocates_no_device_memory(directory: Path) -> None:
-    model = str(save_tiny_model("llama-mha", directory))
-    settings = {
-        "runtime.device": "cuda",
-        "cache.gpu_window": 64,
-        "selection.keep": 0.2,
-        "placement.weights_on_gpu": 0.3,
-    }
-    with LLM(model, settings) as llm:
-        batch = llm.new_batch([400])
-        token = llm.prefill(batch, [list(range(90)) * 3]).argmax(-1)
-        for _ in range(8):
-            token = llm.decode(batch, token).argmax(-1)
-        before = torch.cuda.memory_stats()["num_device_alloc"]
-        for _ in range(60):
-            token = llm.decode(batch, token).argmax(-1)
-        assert torch.cuda.memory_stats()["num_device_alloc"] == before

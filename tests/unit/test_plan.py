@@ -80,9 +80,14 @@ def config_of(model: Path | str, **values: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("dtype", "key_type", "sketch"),
-    [("float32", "auto", "none"), ("bfloat16", "auto", "none"), ("float32", "int8", "none"), ("bfloat16", "fp32", "int2"),
-     ("float32", "int8", "int4")],
-)  # fmt: skip
+    [
+        ("float32", "auto", "none"),
+        ("bfloat16", "auto", "none"),
+        ("float32", "int8", "none"),
+        ("bfloat16", "fp32", "int2"),
+        ("float32", "int8", "int4"),
+    ],
+)
 @pytest.mark.parametrize("mode", ["resident", "select"])
 def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sketch: str, mode: str) -> None:
     config = config_of(
@@ -104,7 +109,8 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
             local = kv.keys.nbytes + kv.values.nbytes
             if hasattr(kv, "host_keys"):
                 found["KV of sinks and windows"] += local
-                found["KV host tier"] += sum(buffer.tensor.nbytes for buffer in (*kv.host_keys.buffers(), kv.host_values))
+                buffers = (*kv.host_keys.buffers(), kv.host_values)
+                found["KV host tier"] += sum(buffer.tensor.nbytes for buffer in buffers)
             else:
                 found["KV of resident layers"] += local
     planned = plan.device | plan.host

@@ -18,10 +18,10 @@ import torch
 from experiments import read_trace
 from hybridgen.engine.generation import generate
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.output import check_output_path
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.trace import build_trace, write_trace
 from hybridgen.errors import ConfigError
+from hybridgen.output import check_output_path
 from hybridgen.telemetry import StepTimings, Telemetry, TracedSpan
 from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 

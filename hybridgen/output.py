@@ -16,7 +16,7 @@ def check_output_path(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path}: the folder does not exist")
 
 
-def write_whole(flag: str, path: Path, text: str) -> None:
+def write_whole(what: str, path: Path, text: str) -> None:
     """Written beside the target and renamed, so that a killed run never leaves half a file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -24,4 +24,4 @@ def write_whole(flag: str, path: Path, text: str) -> None:
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError(f"{flag} {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{what} {path}: {error.strerror or error}") from None
