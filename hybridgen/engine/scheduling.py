@@ -97,7 +97,8 @@ def observe(batch: Batch, modes: Sequence[LayerMode], timings: StepTimings) -> S
         return [micro_batch.layers[layer] for micro_batch in batch.micro_batches]
 
     # One copy to the host for all counts and one for all masses: these are small tensors by the hundred.
-    kept = _by_layer([(layer, part.selection.counts) for layer in controlled for part in parts(layer) if part.selection])
+    counted = [(layer, part.selection.counts) for layer in controlled for part in parts(layer) if part.selection]
+    kept = _by_layer(counted)
     kept_tokens = statistics.fmean(count for layer in layers for count in kept[layer])
     scanned_fully = [layer for layer in controlled if plan[layer].mode == "post_qkt"] or layers
     floor_tokens = statistics.fmean(statistics.fmean(kept[layer]) / plan[layer].extra for layer in scanned_fully)
