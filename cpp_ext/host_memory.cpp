@@ -12,8 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <sstream>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 
@@ -34,22 +33,34 @@ std::size_t page_bytes() {
   return size;
 }
 
+// Read with C's files, not with streams: CUDA's libraries bring parts of a second C++ runtime into the process, and a
+// stream made of both crashes.
+std::vector<std::string> read_lines(const std::string& path, std::size_t most = SIZE_MAX) {
+  std::vector<std::string> lines;
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "re"), [](FILE* open) {
+    return open == nullptr ? 0 : std::fclose(open);
+  });
+  char* line = nullptr;
+  std::size_t room = 0;
+  while (file != nullptr && lines.size() < most && getline(&line, &room, file.get()) >= 0) lines.emplace_back(line);
+  std::free(line);
+  return lines;
+}
+
 std::string first_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
+  const auto lines = read_lines(path, 1);
+  return lines.empty() ? "" : lines.front();
 }
 
 // "0-3,8" -> 0 1 2 3 8
 std::vector<int> parse_list(const std::string& text) {
   std::vector<int> numbers;
-  std::istringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
+  for (std::size_t at = 0; at < text.size();) {
     int first = 0, last = 0;
-    const int read = std::sscanf(part.c_str(), "%d-%d", &first, &last);
-    if (read < 1) continue;
-    for (int number = first; number <= (read == 2 ? last : first); ++number) numbers.push_back(number);
+    const int read = std::sscanf(text.c_str() + at, "%d-%d", &first, &last);
+    for (int number = first; read >= 1 && number <= (read == 2 ? last : first); ++number) numbers.push_back(number);
+    const std::size_t comma = text.find(',', at);
+    at = comma == std::string::npos ? text.size() : comma + 1;
   }
   return numbers;
 }
@@ -70,17 +81,15 @@ std::size_t count_common(const std::vector<int>& a, const std::vector<int>& b) {
 
 // A control group may take nodes away.
 std::vector<int> allowed_nodes() {
-  std::ifstream status("/proc/self/status");
   const std::string label = "Mems_allowed_list:";
-  for (std::string line; std::getline(status, line);) {
+  for (const std::string& line : read_lines("/proc/self/status")) {
     if (line.rfind(label, 0) == 0) return parse_list(line.substr(label.size()));
   }
   return {};
 }
 
 void read_memory(MemoryNode& node) {
-  std::ifstream meminfo(kNodeFolder + "node" + std::to_string(node.id) + "/meminfo");
-  for (std::string line; std::getline(meminfo, line);) {
+  for (const std::string& line : read_lines(kNodeFolder + "node" + std::to_string(node.id) + "/meminfo")) {
     char name[64];
     long long kib = 0;
     if (std::sscanf(line.c_str(), "Node %*d %63[^:]: %lld kB", name, &kib) != 2) continue;
@@ -194,9 +203,15 @@ std::vector<MemoryNode> memory_nodes() {
     const std::string folder = kNodeFolder + "node" + std::to_string(id) + "/";
     node.cpus = parse_list(first_line(folder + "cpulist"));
     if (allowed.empty() || contains(allowed, id)) read_memory(node);
-    std::istringstream row(first_line(folder + "distance"));
-    int to = 0;
-    for (std::size_t i = 0; i < online.size() && row >> to; ++i) node.distances[online[i]] = to;
+    const std::string distances = first_line(folder + "distance");
+    const char* row = distances.c_str();
+    for (const int other : online) {
+      char* after = nullptr;
+      const long to = std::strtol(row, &after, 10);
+      if (after == row) break;
+      node.distances[other] = static_cast<int>(to);
+      row = after;
+    }
     nodes.push_back(node);
   }
   if (std::none_of(nodes.begin(), nodes.end(), has_memory)) {
@@ -265,9 +280,8 @@ HostMapping::~HostMapping() { munmap(data_, bytes_); }
 
 std::size_t HostMapping::huge_page_bytes() const {
   const auto first = reinterpret_cast<std::uintptr_t>(data_), last = first + bytes_;
-  std::ifstream smaps("/proc/self/smaps");
   std::size_t total = 0, overlap = 0;
-  for (std::string line; std::getline(smaps, line);) {
+  for (const std::string& line : read_lines("/proc/self/smaps")) {
     unsigned long begin = 0, end = 0, kib = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
       const auto from = std::max<std::uintptr_t>(begin, first), to = std::min<std::uintptr_t>(end, last);
