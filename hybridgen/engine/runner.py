@@ -56,14 +56,15 @@ class Runner:
         attention, following = state.layers[layer], layer + 1
         looks_ahead = following < len(state.layers) and state.layers[following].predicts
 
-        with span("qkv", layer):
-            query, key, value = model.qkv(layer, weights, state.x, state.positions)
+        # The CPU first, then the link, then the device, which would else keep the other two waiting.
         if looks_ahead:
             with span("predict", following):
                 guess = state.x if state.changes is None else state.x + state.changes[layer]
                 predicted = model.query(following, self._weights.wait(following), guess, state.positions)
             state.layers[following].submit(predicted, plan.layers[following])
         attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
+        with span("qkv", layer):
+            query, key, value = model.qkv(layer, weights, state.x, state.positions)
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
             before, state.x = state.x, model.finish(layer, weights, state.x, context)

@@ -31,6 +31,7 @@ class SimulatedMachine:
     missed: float = 0.02
     layer_spread: float = 0.0
     noise: float = 0.0
+    contention: float = 0.0  # share of a long scan by which it makes the layer wait although it is not the longest
     cores: float = 1.0
     link: float = 1.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -75,6 +76,8 @@ class SimulatedMachine:
         gpu = self._noisy(self.gpu_ms + kept * self.gpu_us_per_row / 1e3)
         link_wait = max(0.0, link - gpu)
         scan_wait = max(0.0, scan - max(gpu, link))
+        if scan > 0.75 * max(gpu, link):
+            scan_wait += self.contention * scan
         masses: tuple[float | None, ...] = (None, None, None)
         for number, tried in tiered:
             if tried.trial_tokens:

@@ -13,7 +13,9 @@ level further scans SCAN_STEP times as many host tokens as the one before. `extr
   4. Link the bottleneck (its wait is more than WAIT_HIGH and than the scan's), or the GPU (nothing waits
      for the scan): lower K towards the floor. Where --keep-mass lives on the larger K (less than a full
      scan), the GPU is no cause, and the link only while the mass covered has a margin.
-  5. CPU slack (no wait, and the next larger scan would still end in time): scan more, up to all.
+  5. CPU slack (no wait, and the next larger scan would still end in time): scan more, up to all. Stages slow each
+     other down, so that what should end in time may not: then the larger scan is given back and not tried for HOLD
+     steps, twice as many after each further time, unless the machine has become faster.
 
 Between the thresholds nothing moves. Averages begin anew with each change, so that they tell of the
 present plan only, and a decision needs PATIENCE steps of it.
@@ -35,7 +37,7 @@ SCAN_STEP = 0.65  # tokens scanned at a level, as a share of the level before
 MOST_LEVELS_AT_ONCE = 4
 LEAST_SCAN = 256  # host tokens; also never fewer than twice K, or there would be nothing to choose
 WAIT_HIGH, WAIT_LOW = 0.12, 0.03  # shares of a layer's time
-FITS = 0.95  # a larger scan must end within this share of a layer's time
+FITS = 0.9  # a larger scan must end within this share of a layer's time
 LINK_FILL = 0.8  # K is not raised beyond this share of the scan's time on the link
 LOWER_KEPT = 0.7
 SMALL_CHANGE = 1.1  # a raise of K below this factor is not worth a change
@@ -46,6 +48,8 @@ OUTLIER = 3.0  # a step that takes so many times the last one says nothing of it
 MOST_OUTLIERS = 2  # on end; then it is how things are
 PATIENCE = 2
 HOLD = 32
+GROWTH_SHOWS = 16  # steps: a larger scan that has to be given back within them was too large
+LIGHTER = 0.9  # a scan that was too large is tried again, at once, where it would be this much shorter in the layer
 MASS_OF_FULL_SCAN = 0.98  # with --keep alone: share of what a full scan's top K covers
 MARGIN = 0.2  # of what the mass rule leaves uncovered, before fewer tokens are scanned or kept
 
@@ -95,6 +99,9 @@ class FeedbackSchedule:
         self._warm_up = WARM_UP
         self._last_ms, self._outliers = 0.0, 0
         self._hold, self._next_hold = 0, HOLD
+        self._grown = 0  # steps left in which the last growth may turn out to be too much
+        self._too_heavy: float | None = None  # `_load` of such a growth
+        self._growth_hold, self._next_growth_hold = 0, HOLD
         self._times = RunningAverages(TIME_WEIGHT)
         self._coverage = RunningAverages(MASS_WEIGHT)  # by level, this one and the next
 
@@ -138,6 +145,8 @@ class FeedbackSchedule:
             }
         )
         self._hold = max(0, self._hold - 1)
+        self._grown = max(0, self._grown - 1)
+        self._growth_hold = max(0, self._growth_hold - 1)
         if self._times.count("scan") < PATIENCE:
             return
         level, extra = self._level, self._extra
@@ -194,22 +203,34 @@ class FeedbackSchedule:
             return False
         scan, without_wait = self._times["scan"], self._times["scan"] - self._times["scan_wait"]
         most = self._level + (1 if self._guarded else MOST_LEVELS_AT_ONCE)
-        before = self._level
+        before, load = self._level, self._load
         while self._level < most and self._level_allowed(self._level + 1):
             self._level += 1
             scan *= SCAN_STEP
             if scan <= without_wait:
                 break
+        if self._level > before and self._grown:
+            self._too_heavy = load
+            self._growth_hold, self._next_growth_hold = self._next_growth_hold, 2 * self._next_growth_hold
         return self._level > before
 
     def _grow_scan(self) -> bool:
         """As many levels as still end in time."""
-        room = FITS * self._times["layer"]
-        scan, before = self._times["scan"], self._level
-        while self._level and before - self._level < MOST_LEVELS_AT_ONCE and scan / SCAN_STEP <= room:
-            scan /= SCAN_STEP
+        most = FITS
+        if self._growth_hold and self._too_heavy is not None:
+            most = min(most, LIGHTER * self._too_heavy)
+        load, before = self._load, self._level
+        while self._level and before - self._level < MOST_LEVELS_AT_ONCE and load / SCAN_STEP <= most:
+            load /= SCAN_STEP
             self._level -= 1
+        if self._level < before:
+            self._grown = GROWTH_SHOWS
         return self._level < before
+
+    @property
+    def _load(self) -> float:
+        """The scan's time as a share of what a layer takes without waiting for it."""
+        return self._times["scan"] / max(1e-9, self._times["layer"] - self._times["scan_wait"])
 
     def _raise_kept(self) -> bool:
         """K into half of the time that scan's wait leaves, without making the link the next bottleneck."""
