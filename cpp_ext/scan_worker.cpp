@@ -349,11 +349,18 @@ void ScanWorker::work_on(Job& job, Lock& lock) {
   lock.unlock();
   for (int i = 0; more && i < 2; ++i) work_cv_.notify_one();
 
+  const auto take = [&] {
+    if (closing_.load(std::memory_order_relaxed)) return job.chunks;
+    return std::min(job.chunks, job.next_chunk.fetch_add(1, std::memory_order_relaxed));
+  };
   std::int64_t read_bytes = 0;
-  while (!closing_.load(std::memory_order_relaxed)) {
-    const std::int64_t chunk = job.next_chunk.fetch_add(1, std::memory_order_relaxed);
-    if (chunk >= job.chunks) break;
-    read_bytes += scan_chunk(job, chunk);
+  for (std::int64_t chunk = take(); chunk < job.chunks;) {
+    // The next chunk is taken before this one is scanned, so that its keys are on their way when this one ends. Not the
+    // last chunks: they are for threads that have nothing.
+    const bool plenty = job.chunks - chunk > 2 * (num_threads_ + 1);
+    const std::int64_t next = plenty ? take() : job.chunks;
+    read_bytes += scan_chunk(job, chunk, next);
+    chunk = plenty ? next : take();
   }
 
   const auto end = Clock::now();
@@ -375,7 +382,8 @@ void ScanWorker::finish(Job& job) {
   wait_cv_.notify_all();
 }
 
-std::int64_t ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
+// The rows of a chunk; everything but `next` and, where the key type has them, `shifts`.
+ScanBlock ScanWorker::block_of(const Job& job, std::int64_t chunk, const float** mean) {
   const ScanRequest& r = job.request;
   const auto after = std::upper_bound(job.first_chunk.begin(), job.first_chunk.end(), chunk);
   const std::int64_t b = after - job.first_chunk.begin() - 1;
@@ -406,10 +414,18 @@ std::int64_t ScanWorker::scan_chunk(const Job& job, std::int64_t chunk) const {
     if (block.row_scales) block.row_scales += token;
   }
   block.keys = static_cast<const char*>(r.keys) + first * element_bytes(r.key_type);
+  *mean = r.key_mean ? r.key_mean + (b * r.num_kv_heads + head) * r.head_dim : nullptr;
+  return block;
+}
+
+std::int64_t ScanWorker::scan_chunk(const Job& job, std::int64_t chunk, std::int64_t next) const {
+  const ScanRequest& r = job.request;
+  const float *mean, *next_mean;
+  ScanBlock block = block_of(job, chunk, &mean);
+  if (next < job.chunks && !block.list) block.next = block_of(job, next, &next_mean).keys;
   if (r.key_type == KeyType::Int8 || is_sketch(r.key_type)) {
     thread_local std::vector<float> shifts;
     shifts.resize(static_cast<std::size_t>(block.group));
-    const float* mean = r.key_mean ? r.key_mean + (b * r.num_kv_heads + head) * r.head_dim : nullptr;
     shift_heads(block.query, mean, r.head_dim, shifts);
     block.shifts = shifts.data();
   }

@@ -110,7 +110,9 @@ class ScanWorker {
   Job* first_ready() const;
   void unlink(Job& job);
   void work_on(Job& job, Lock& lock);
-  std::int64_t scan_chunk(const Job& job, std::int64_t chunk) const;  // returns the bytes that it read
+  static ScanBlock block_of(const Job& job, std::int64_t chunk, const float** mean);
+  // Returns the bytes that it read. next: the chunk that this thread scans after it; job.chunks if it has none yet.
+  std::int64_t scan_chunk(const Job& job, std::int64_t chunk, std::int64_t next) const;
   void thread_loop();
   void start_from_call(Job& job);
 

@@ -70,8 +70,8 @@ inline float max_of(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
-// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows from one
-// to the one that is prefetched meanwhile.
+// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
+// the one that is prefetched meanwhile; places in the list, or bytes.
 template <class Key, int G, bool Listed>
 void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
@@ -80,20 +80,19 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
   const std::int64_t d = block.head_dim;
   const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
-  const std::int64_t distance = ahead * block.key_stride;
   for (std::int64_t j = 0; j < rows; j += R) {
     const int n = rows - j < R ? static_cast<int>(rows - j) : R;
     std::int64_t at[R];
     const Element* row[R];  // past the end, the last row again: read twice, never stored
-    const Element* next[R];
+    const char* next[R];
     for (int r = 0; r < R; ++r) {
       const std::int64_t i = first + j + (r < n ? r : n - 1);
       at[r] = Listed ? std::int64_t{block.list[i]} : i;
       row[r] = keys + at[r] * block.key_stride;
-      next[r] = row[r] + distance;
+      next[r] = reinterpret_cast<const char*>(row[r]) + ahead;
       if constexpr (Listed) {
         const std::int64_t later = i + ahead < block.rows ? i + ahead : block.rows - 1;
-        next[r] = keys + block.list[later] * block.key_stride;
+        next[r] = reinterpret_cast<const char*>(keys + block.list[later] * block.key_stride);
       }
     }
 
@@ -106,7 +105,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
       for (int r = 0; r < R; ++r) {
         // A line has several registers of elements, one of which asks for it.
         constexpr std::int64_t kLine = 64 / sizeof(Element);
-        if (c % kLine == 0) _mm_prefetch(next[r] + c, Listed ? _MM_HINT_T0 : _MM_HINT_T1);
+        if (c % kLine == 0) _mm_prefetch(next[r] + c * sizeof(Element), Listed ? _MM_HINT_T0 : _MM_HINT_T1);
         key[r] = Key::load(row[r] + c);
       }
 #pragma GCC unroll 8
@@ -136,10 +135,11 @@ inline std::int64_t heads_of_pass(std::int64_t group) {
   return (group + passes - 1) / passes;
 }
 
-// Rows between a load and the prefetch beside it.
+// Rows between a load and the prefetch beside it: whole strips.
 template <class Key>
 inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
-  return kAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
+  const std::int64_t strip_bytes = kStrip * head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element));
+  return (kAhead + strip_bytes - 1) / strip_bytes * kStrip;
 }
 
 template <class Key, bool Listed>
@@ -151,13 +151,14 @@ void scan_rows(const ScanBlock& block) {
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
   const std::int64_t heads = heads_of_pass(block.group);
   const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
+  const std::int64_t row_bytes = block.key_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
   for (std::int64_t j = 0; j < block.rows; j += kStrip) {
     const std::int64_t rows = block.rows - j < kStrip ? block.rows - j : kStrip;
-    // Prefetches, too, stay within the block (a list's do anyway).
-    const bool more = Listed || j + kStrip + rows_ahead <= block.rows;
+    std::int64_t ahead = rows_ahead;
+    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kStrip, rows_ahead);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
-      kStrips[n](block, g, j, rows, more ? rows_ahead : 0);
+      kStrips[n](block, g, j, rows, ahead);
     }
   }
 }

@@ -85,8 +85,8 @@ inline __m512 repeated(const float* x) {
   return _mm512_castpd_ps(_mm512_set1_pd(_mm_cvtsd_f64(_mm_castps_pd(_mm_loadu_ps(x)))));
 }
 
-// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: rows from one
-// to the one that is prefetched meanwhile.
+// The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
+// the one that is prefetched meanwhile; places in the list, or bytes.
 template <class Key, int G, bool Listed>
 void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
@@ -97,7 +97,6 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
   const std::int64_t d = block.head_dim;
   const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
-  const std::int64_t distance = ahead * block.key_stride;
   for (std::int64_t j = 0; j < rows; j += R) {
     const int n = rows - j < R ? static_cast<int>(rows - j) : R;
     const Element* row[R];  // past the end, the last row again: read twice, never stored
@@ -126,7 +125,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
         } else if constexpr (Listed) {
           _mm_prefetch(next[r] + c, _MM_HINT_T0);
         } else {  // into L2: distant rows at large strides share few sets of L1
-          _mm_prefetch(row[r] + c + distance, _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead, _MM_HINT_T1);
         }
         key[r] = Key::load(mask, row[r] + c);
         if constexpr (G > 1) asm("" : "+v"(key[r]));  // one load, not one in each FMA
@@ -177,10 +176,11 @@ inline std::int64_t heads_of_pass(std::int64_t group) {
   return (group + passes - 1) / passes;
 }
 
-// Rows between a load and the prefetch beside it.
+// Rows between a load and the prefetch beside it: whole strips.
 template <class Key>
 inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
-  return kAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
+  const std::int64_t strip_bytes = kLanes * head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element));
+  return (kAhead + strip_bytes - 1) / strip_bytes * kLanes;
 }
 
 // The first `rows` rows of a list: those that no strip prefetches. They are a large part of a small block, and nothing
@@ -204,13 +204,13 @@ void scan_rows(const ScanBlock& block) {
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
   const std::int64_t heads = heads_of_pass(block.group);
   const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
+  const std::int64_t row_bytes = block.key_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
   if constexpr (Listed) fetch_first<Key>(block, rows_ahead);
 
   for (std::int64_t j = 0; j < block.rows; j += kLanes) {
     const std::int64_t rows = block.rows - j < kLanes ? block.rows - j : kLanes;
-    // Prefetches, too, stay within the block (a list's do anyway): what follows is another thread's or nobody's.
-    const bool more = Listed || j + kLanes + rows_ahead <= block.rows;
-    const std::int64_t ahead = more ? rows_ahead : 0;
+    std::int64_t ahead = rows_ahead;
+    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kLanes, rows_ahead);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
       kStrips[n](block, g, j, rows, ahead);

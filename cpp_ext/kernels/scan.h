@@ -51,7 +51,19 @@ struct ScanBlock {
   const std::int32_t* list = nullptr;  // [rows]: a tier has fewer than 2^31
   const float* row_scales = nullptr;   // int8 only
   const float* shifts = nullptr;       // [group], of int8 and sketches
+  const void* next = nullptr;  // without a list: where the thread's next block begins, to be prefetched; null: unknown
 };
+
+// Bytes to what is prefetched beside each of the rows (a sketch's: blocks) up to `end`, when they are read in order and
+// `distance` of them lie between a load and its prefetch. Within the block's `count` rows, and at their end in the one
+// that the thread scans next; 0, which asks for nothing new, where that is not known.
+static inline std::int64_t bytes_ahead(const ScanBlock& block, std::int64_t count, std::int64_t stride_bytes,
+                                       std::int64_t end, std::int64_t distance) {
+  if (end + distance <= count) return distance * stride_bytes;
+  if (!block.next) return 0;
+  const auto* behind = static_cast<const char*>(block.keys) + count * stride_bytes;
+  return static_cast<const char*>(block.next) - behind + distance * stride_bytes;
+}
 
 using ScanFn = void (*)(const ScanBlock&);
 

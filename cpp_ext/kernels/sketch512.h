@@ -161,6 +161,8 @@ void scan_sketch(const ScanBlock& block) {
   const std::int64_t passes = (block.group + kPassHeads - 1) / kPassHeads;
   const std::int64_t heads = (block.group + passes - 1) / passes;
 
+  const std::int64_t blocks_ahead = (kSketchAhead + bytes - 1) / bytes;
+
   std::int64_t j = 0;
   while (j < block.rows) {
     // Rows j to end - 1 are of one block.
@@ -172,10 +174,7 @@ void scan_sketch(const ScanBlock& block) {
       if (end < block.rows) fetch_block(blocks + block.list[end] / kSketchTokens * block.key_stride, bytes);
     } else {
       end = j + kSketchTokens < block.rows ? j + kSketchTokens : block.rows;
-      // Prefetches stay within these blocks: what follows is another thread's or nobody's.
-      if ((at + 1) * block.key_stride + kSketchAhead <= (block.rows / kSketchTokens) * block.key_stride) {
-        ahead = kSketchAhead;
-      }
+      ahead = bytes_ahead(block, block.rows / kSketchTokens, block.key_stride, at + 1, blocks_ahead);
     }
     const unsigned char* codes = blocks + at * block.key_stride;
     for (std::int64_t g = 0; g < block.group; g += heads) {
