@@ -6,6 +6,7 @@ Keys of OPT-13B at 32k, float16, a layer after the other, in registered memory.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from hybridgen.benchmarks.rows import Progress, Row, Scanner, Span, rate, rates_together
-from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
+from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes, place_kv
 from hybridgen.offload.transfer import make_transfer
 from hybridgen.telemetry import Telemetry
 
 HEADS, TOKENS, DIM = 40, 32_768, 128
 BLOCK_BYTES = 128 * 2**20
 FETCHED_ROWS = 8192  # of each head
+SLAB_BYTES = 4 * 2**30
 
 
 class Link:
@@ -97,6 +99,15 @@ class Link:
         ms = statistics.median(times_ms)
         shape = f"{HEADS}x{fetched} of {self.tokens} rows of {2 * DIM} bytes"
         return Row("zero_copy", "fp16", shape, None, None, ms, target.numel() * 2 / ms / 1e6)
+
+    def slab(self, size_bytes: int = SLAB_BYTES) -> Row:
+        """A slab for keys as the engine makes one: mapped, touched on its node, registered."""
+        near = place_kv("local").keys
+        start_s = time.perf_counter()
+        HostSlab(size_bytes, self.device, placement=near)
+        took_s = time.perf_counter() - start_s
+        made = f"{size_bytes / 2**30:g} GiB made"
+        return Row("slab", None, made, None, None, 1e3 * took_s, size_bytes / took_s / 1e9)
 
     def scan_with_dma(self, threads: int) -> tuple[Row, Row]:
         """The scan and H2D copies while both ran, of the round with the median sum."""
@@ -179,7 +190,7 @@ def measure_link(link: Link, cores: int, progress: Progress) -> list[Row]:
         progress(f"scan, {threads} threads")
         rows.append(link.scan(threads))
     for name, measure in (
-        ("zero copy", link.zero_copy), ("H2D", link.h2d), ("D2H", link.d2h), ("both", link.both),
+        ("zero copy", link.zero_copy), ("H2D", link.h2d), ("D2H", link.d2h), ("both", link.both), ("slab", link.slab),
     ):  # fmt: skip
         progress(name)
         rows.append(measure())
@@ -194,4 +205,4 @@ def scan_threads(cores: int) -> list[int]:
 
 def link_steps(cores: int) -> int:
     """How often `measure_link` reports progress."""
-    return len(scan_threads(cores)) + 5
+    return len(scan_threads(cores)) + 6
