@@ -8,12 +8,16 @@ host's microseconds a call: what the launching thread needs while the GPU keeps 
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch
 
 from hybridgen.attention.base import attention_logits, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
+from hybridgen.kv_cache import sketch_kernel
+from hybridgen.kv_cache.quantize import SKETCH_BITS, make_sketch
+from hybridgen.kv_cache.sketch_kernel import score_sketch
 from hybridgen.offload import fetch_kernel
 from hybridgen.offload.host_memory import HostSlab
 from hybridgen.selection.budget import choose, group_probabilities, keep_limits
@@ -77,6 +81,15 @@ def main() -> None:
         report("twin: probabilities", lambda: group_probabilities(local, logits, [HOST]))
         report("twin: choice", lambda limits=limits: choose(limits, host_p, local_p))
     selection, _ = choose_rows(query, window[0], empty, seen, limits, SCALE)
+    there = seen.clone()
+    report("choose_rows, on device", lambda: choose_rows(query, window[0], empty, there, limits, SCALE))
+    for bits in SKETCH_BITS:
+        sketch = make_sketch(torch.randn(1, HEADS, HOST, DIM, dtype=torch.float16, device=device), bits)
+        for blocks, turns, warps in itertools.product((1, 2, 4), (1, 4), (1, 4)):
+            sketch_kernel.BLOCKS_A_TURN, sketch_kernel.TURNS, sketch_kernel.WARPS = blocks, turns, warps
+            took = time_ms(lambda sketch=sketch, bits=bits: score_sketch(query, sketch, bits, [HOST], SCALE))
+            rate = sketch.numel() / took / 1e6
+            print(f"int{bits} scores, {blocks} blocks, {turns} turns, {warps} warps: {took:.3f} ms, {rate:.0f} GB/s")
 
     kept = selection.rows.shape[2]
     target = [torch.zeros(1, HEADS, kept, DIM, dtype=torch.float16, device=device) for _ in range(2)]

@@ -86,6 +86,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--lookahead", "attention.lookahead", str, "MODE", "select (by predicted query), logits (weigh by it) or off"),
     ("--key-type", "cache.key_type", str, "T", "of the host's keys: auto (the dtype), fp32, fp16, bf16 or int8"),
     ("--sketch", "cache.sketch", str, "S", "scored in place of the host's keys: none, int4 or int2"),
+    ("--sketch-home", "cache.sketch_home", str, "H", "host, where the CPU scores by it, or gpu"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed, feedback, paper or replay:REPORT"),
     ("--target-ms", "schedule.target_ms", float, "X", "step time that --schedule feedback aims at"),
 ]  # fmt: skip

@@ -60,6 +60,7 @@ class CacheConfig:
     # The host's keys: auto is the model's dtype; int8 replaces them. A sketch lies beside them and is scored instead.
     key_type: Literal["auto", "fp32", "fp16", "bf16", "int8"] = "auto"
     sketch: Literal["none", "int4", "int2"] = "none"
+    sketch_home: Literal["host", "gpu"] = "host"  # where it lies, and who scores by it
 
 
 @dataclass(frozen=True)
@@ -341,3 +342,11 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
             raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
     if config.selection.keep is None and config.selection.keep_mass is None:
         raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")
+    if config.cache.sketch_home == "gpu":
+        if config.cache.sketch == "none":
+            raise ConfigError("cache.sketch_home = 'gpu' without a sketch: give --sketch int4 or int2")
+        if config.schedule.mode in ("feedback", "paper"):
+            raise ConfigError(
+                f"schedule.mode = {config.schedule.mode!r} with cache.sketch_home = 'gpu': the GPU scores every token, "
+                "so no scan is there to be shortened (allowed: fixed or replay:FILE)"
+            )

@@ -176,8 +176,8 @@ def _resolved(admission: Admission, choice: ModelChoice, tokens: int) -> Config:
 
 
 def _default_schedule(config: Config, given: bool) -> Config:
-    """`feedback` where tokens are chosen at all and nothing else was asked for."""
-    if given or config.attention.executor == "full":
+    """`feedback` where the CPU scores and nothing else was asked for."""
+    if given or config.attention.executor == "full" or config.cache.sketch_home == "gpu":
         return config
     return replace(config, schedule=replace(config.schedule, mode="feedback"))
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
+from hybridgen.kv_cache.quantize import SKETCH_BITS, SKETCH_BLOCK, make_sketch, sketch_logits
+from hybridgen.kv_cache.sketch_kernel import score_sketch
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
@@ -65,7 +67,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
-    for check in (*checks, check_wide_choice, check_fetches, check_attention):
+    for check in (*checks, check_wide_choice, check_sketch_scores, check_fetches, check_attention):
         check(device, generator)
         print(check.__name__, flush=True)
     print("OK")
@@ -186,6 +188,25 @@ def check_wide_choice(device: torch.device, generator: torch.Generator) -> None:
     check_choice(chooser, host, KeepLimits([rows], [rows], [rows]))
     host = torch.randn(1, 1, 1, rows + 1, generator=generator, device=device)  # one more than fits
     check_choice(chooser, host, KeepLimits([rows + 1], [300], [300]))
+
+
+def check_sketch_scores(device: torch.device, generator: torch.Generator) -> None:
+    """Ragged lengths, channels that fill no power of two, blocks that nobody wrote."""
+    for bits, (kv_heads, group, dim), lengths in itertools.product(
+        SKETCH_BITS, ((2, 1, 128), (1, 3, 80), (2, 4, 64), (1, 2, 8)), ([64, 1280, 0], [640, 576, 704])
+    ):
+        keys = torch.randn(3, kv_heads, 1280, dim, generator=generator, device=device)
+        keys[..., ::5] *= 100
+        sketch = make_sketch(keys, bits)
+        for sequence, length in enumerate(lengths):
+            sketch[sequence, :, length // SKETCH_BLOCK :] = 255  # NaN as scale and zero
+        query = torch.randn(3, kv_heads * group, dim, generator=generator, device=device)
+        found = score_sketch(query, sketch, bits, lengths, SCALE)
+        assert found.shape == (3, kv_heads * group, max(lengths))
+        for sequence, length in enumerate(lengths):
+            wanted = sketch_logits(query[sequence:][:1], sketch[sequence:][:1], bits, length, SCALE)
+            largest = float(wanted.abs().amax()) if length else 0.0
+            torch.testing.assert_close(found[sequence : sequence + 1, :, :length], wanted, rtol=0, atol=1e-5 * largest)
 
 
 def check_fetches(device: torch.device, generator: torch.Generator) -> None:

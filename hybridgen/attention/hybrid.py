@@ -96,7 +96,9 @@ class HybridAttention(LayerAttention):
         self._limits = keep_limits(plan.keep, self.host_lengths, sizes, plan.extra)
         if sizes is None:
             self.scored = self.host_lengths
-            self._scan = self._scan_host(query, self._kv.host_keys.scanned())
+            self._scan = self._kv.host_keys.device_scan(query, self.host_lengths, self._spec.scale)
+            if self._scan is None:
+                self._scan = self._scan_host(query, self._kv.host_keys.scanned())
         else:
             rows = self._name_candidates(sizes)
             if self.weighs_by_scores or not all_are_kept(self._limits):
@@ -105,19 +107,25 @@ class HybridAttention(LayerAttention):
                 keys = self._kv.host_keys.scanned()
                 self._scan = self._worker.submit(query, keys, sizes, scale, self._layer, rows, self._listed_copy)
         self._submitted = self._transfer.mark()
+        if self._scan is not None and self._scan.on_device:
+            self.choose()  # at once: choice and fetch run beside the layer before
 
     def choose(self) -> None:
         if self._limits is None:
             return
         assert self._query is not None
-        logits = None if self._scan is None else self._scan.logits()
+        scan, on_device = self._scan, self._scan is not None and self._scan.on_device
+        logits = None if scan is None or on_device else scan.logits()
         with self._transfer.beside(self._submitted):
             self._transfer.hand_over(self._query)
+            if scan is not None and on_device:
+                with self._telemetry.span("scan", self._layer, row="beside"):
+                    logits = scan.logits()
             with self._telemetry.span("choose", self._layer, row="beside"):
                 self.selection = self._selected(self._query, logits, self._limits)
                 self._chosen = self._transfer.mark()
-                if self._scan is not None:
-                    self._scan.release(self._chosen)
+                if scan is not None:
+                    scan.release(self._chosen)
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = self._limits = None

@@ -17,7 +17,7 @@ from hybridgen.config import Config
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
-from hybridgen.kv_cache.host_keys import KeyStorage, key_parts
+from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_part
 from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
@@ -158,7 +158,9 @@ def window_layout(config: Config) -> WindowLayout:
 def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
     """How the host keeps keys; dtype: the model's."""
     stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
-    return KeyStorage(stored, None if config.cache.sketch == "none" else int(config.cache.sketch.removeprefix("int")))
+    if config.cache.sketch == "none":
+        return KeyStorage(stored)
+    return KeyStorage(stored, int(config.cache.sketch.removeprefix("int")), config.cache.sketch_home == "gpu")
 
 
 def prefill_chunk(config: Config, device: torch.device) -> int:
@@ -252,7 +254,7 @@ def plan_memory(
     spec, dtype = choice.spec, choice.dtype
     layout, element, keys_as = window_layout(config), dtype.itemsize, key_storage(config, dtype)
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
-    resident = window = host = staging = logits = past = listed = 0
+    resident = window = host = staging = logits = past = listed = sketches = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
         past = max(past, layer.kv_bytes_per_token(element) * capacity)
         if mode == "resident":
@@ -261,6 +263,8 @@ def plan_memory(
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
         host += tensor_bytes(shape, dtype) + sum(tensor_bytes(*part) for part in key_parts(shape, keys_as))
+        if keys_as.on_device:
+            sketches += tensor_bytes(*sketch_part(shape, keys_as))
         kept = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (kept + layout.rows)
         # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
@@ -288,6 +292,7 @@ def plan_memory(
         "slots for streamed weights": 0,
         "KV of resident layers": resident,
         "KV of sinks and windows": window,
+        "sketches of the host's keys": sketches,
         "fetched rows": staging,
         "logits and choice": logits,
         "mass lately and candidates": 2 * listed,

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from hybridgen.kv_cache.layout import AGEING_BLOCK
-from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, make_sketch, quantize_int8, sketch_bytes
+from hybridgen.kv_cache.quantize import (
+    dequantize_int8,
+    key_mean,
+    make_sketch,
+    quantize_int8,
+    sketch_bytes,
+    sketch_logits,
+)
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
-from hybridgen.offload.logit_worker import ScannedKeys
+from hybridgen.offload.logit_worker import ScannedKeys, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 
 Shape = tuple[int, int, int, int]
@@ -25,10 +32,16 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class KeyStorage:
-    """How the host keeps keys: `--key-type` (torch.int8 for `int8`) and `--sketch` (bits, or None)."""
+    """How the host keeps keys: `--key-type` (torch.int8 for `int8`), `--sketch` (bits, or None), `--sketch-home`."""
 
     stored: torch.dtype
     sketch_bits: int | None = None
+    sketch_on_device: bool = False
+
+    @property
+    def on_device(self) -> bool:
+        """Whether there is a sketch, and the device scores by it."""
+        return self.sketch_bits is not None and self.sketch_on_device
 
 
 def key_parts(shape: Shape, storage: KeyStorage) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -37,21 +50,38 @@ def key_parts(shape: Shape, storage: KeyStorage) -> list[tuple[tuple[int, ...], 
     parts: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, storage.stored)]
     if storage.stored is torch.int8:
         parts += [((batch, heads, rows, 1), torch.float32), ((batch, heads, dim), torch.float32)]
-    if storage.sketch_bits is not None:
-        parts.append(((batch, heads, rows // AGEING_BLOCK, sketch_bytes(storage.sketch_bits, dim)), torch.uint8))
+    if storage.sketch_bits is not None and not storage.on_device:
+        parts.append(sketch_part(shape, storage))
     return parts
 
 
+def sketch_part(shape: Shape, storage: KeyStorage) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of the sketch of keys [B, Hkv, N, d]."""
+    batch, heads, rows, dim = shape
+    assert storage.sketch_bits is not None
+    return (batch, heads, rows // AGEING_BLOCK, sketch_bytes(storage.sketch_bits, dim)), torch.uint8
+
+
 def make_host_keys(
-    shape: Shape, storage: KeyStorage, dtype: torch.dtype, slab: HostSlab, transfer: TransferEngine
+    shape: Shape,
+    storage: KeyStorage,
+    dtype: torch.dtype,
+    slab: HostSlab,
+    transfer: TransferEngine,
+    device: torch.device,
 ) -> HostKeys:
-    """Keys of this type, in memory that `slab` has for `key_parts`; dtype: the model's."""
+    """Keys of this type, in memory that `slab` has for `key_parts`; dtype: the model's; device: of the computation."""
     keys: HostKeys
     if storage.stored is torch.int8:
         keys = Int8Keys(shape, dtype, slab, transfer)
     else:
         keys = PlainKeys(shape, storage.stored, dtype, slab, transfer)
-    return keys if storage.sketch_bits is None else SketchedKeys(keys, storage.sketch_bits, shape, slab, transfer)
+    if storage.sketch_bits is None:
+        return keys
+    size, dtype = sketch_part(shape, storage)
+    if storage.on_device:
+        return DeviceSketchedKeys(keys, storage.sketch_bits, torch.empty(size, dtype=dtype, device=device), transfer)
+    return SketchedKeys(keys, storage.sketch_bits, slab.take(size, dtype), transfer)
 
 
 class HostKeys(ABC):
@@ -69,6 +99,10 @@ class HostKeys(ABC):
     def exact(self) -> HostBuffer | ScannedKeys:
         """What the CPU scores where the mass is measured that was really covered."""
         return self.scanned()
+
+    def device_scan(self, query: Tensor, lengths: list[int], scale: float) -> DeviceScan | None:
+        """The device's scan of each sequence's first lengths[b] keys by query [B, Hq, d]; None: the CPU scans."""
+        return None
 
     @abstractmethod
     def buffers(self) -> list[HostBuffer]:
@@ -194,27 +228,26 @@ class Int8Keys(HostKeys):
 class SketchedKeys(HostKeys):
     """Any of the others, with a sketch beside it that is scored in its stead."""
 
-    def __init__(self, keys: HostKeys, bits: int, shape: Shape, slab: HostSlab, transfer: TransferEngine) -> None:
-        batch, heads, rows, dim = shape
+    def __init__(self, keys: HostKeys, bits: int, sketch: HostBuffer, transfer: TransferEngine) -> None:
+        """sketch: for `sketch_part`."""
         self.kind, self.in_place = f"{keys.kind}+int{bits}", keys.in_place
-        self.plain, self._bits, self._transfer = keys, bits, transfer
-        self._sketch = slab.take((batch, heads, rows // AGEING_BLOCK, sketch_bytes(bits, dim)), torch.uint8)
+        self.plain, self.sketch, self._bits, self._transfer = keys, sketch, bits, transfer
 
     def scanned(self) -> ScannedKeys:
-        return ScannedKeys(f"int{self._bits}", self._sketch, None, None)
+        return ScannedKeys(f"int{self._bits}", self.sketch, None, None)
 
     def exact(self) -> HostBuffer | ScannedKeys:
         return self.plain.scanned()
 
     def buffers(self) -> list[HostBuffer]:
-        return [*self.plain.buffers(), self._sketch]
+        return [*self.plain.buffers(), self.sketch]
 
     def begin(self, sequence: int, keys: Tensor) -> None:
         self.plain.begin(sequence, keys)
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
         first = row // AGEING_BLOCK
-        target = self._sketch.device_view[sequence, :, first : first + keys.shape[1] // AGEING_BLOCK]
+        target = self.sketch.device_view[sequence, :, first : first + keys.shape[1] // AGEING_BLOCK]
         copied = self._transfer.copy(target, make_sketch(keys.unsqueeze(0), self._bits)[0], "d2h")
         return [copied, *self.plain.store(sequence, row, keys)]
 
@@ -223,6 +256,44 @@ class SketchedKeys(HostKeys):
 
     def fetch(self, values: HostBuffer, rows: Tensor, counts: Tensor, staging: Staging, layer: int) -> FetchTicket:
         return self.plain.fetch(values, rows, counts, staging, layer)
+
+
+class DeviceSketchedKeys(SketchedKeys):
+    """The sketch lies on the device, which scores by it: the CPU has nothing to scan."""
+
+    def __init__(self, keys: HostKeys, bits: int, sketch: Tensor, transfer: TransferEngine) -> None:
+        super().__init__(keys, bits, HostBuffer(sketch, sketch), transfer)
+
+    def device_scan(self, query: Tensor, lengths: list[int], scale: float) -> DeviceScan | None:
+        return DeviceScan(query, self.sketch.tensor, self._bits, lengths, scale)
+
+    def buffers(self) -> list[HostBuffer]:
+        return self.plain.buffers()
+
+    def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
+        first = row // AGEING_BLOCK
+        made = make_sketch(keys.unsqueeze(0), self._bits)[0]
+        self.sketch.tensor[sequence, :, first : first + made.shape[1]] = made
+        return self.plain.store(sequence, row, keys)
+
+
+class DeviceScan(ScanTicket):
+    """A scan by the device: it runs in the stream of whoever asks for the logits."""
+
+    on_device = True
+
+    def __init__(self, query: Tensor, sketch: Tensor, bits: int, lengths: list[int], scale: float) -> None:
+        self._query, self._sketch, self._bits, self._lengths, self._scale = query, sketch, bits, lengths, scale
+
+    def logits(self) -> Tensor:
+        if self._query.is_cuda:
+            from hybridgen.kv_cache.sketch_kernel import score_sketch  # Triton: only where there is a GPU
+
+            return score_sketch(self._query, self._sketch, self._bits, self._lengths, self._scale)
+        return sketch_logits(self._query, self._sketch, self._bits, max(self._lengths), self._scale)
+
+    def release(self, after: Ticket) -> None:
+        pass
 
 
 class _Decoding(FetchTicket):

@@ -125,6 +125,18 @@ def read_sketch(sketch: Tensor, bits: int, head_dim: int, mean: Tensor | None = 
     return keys if mean is None else keys + mean.unsqueeze(2)
 
 
+def sketch_logits(query: Tensor, sketch: Tensor, bits: int, rows: int, scale: float) -> Tensor:
+    """scale * q . k for the keys that the first `rows` tokens of a sketch stand for; the twin of `sketch_kernel.py`.
+
+    query: [B, Hq, d]; sketch: uint8 [B, Hkv, m, sketch_bytes(bits, d)]. Returns float32 [B, Hq, rows].
+    """
+    blocks = -(-rows // SKETCH_BLOCK)
+    keys = read_sketch(sketch[:, :, :blocks], bits, query.shape[2])[:, :, :rows]
+    grouped = query.float().unflatten(1, (keys.shape[1], -1))
+    logits: Tensor = scale * grouped @ keys.transpose(2, 3)
+    return logits.flatten(1, 2)
+
+
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [B, Hkv, m, 64, d] to [B, Hkv, m, 64 * d * bits / 8]."""
     # Tokens to (vector, place in the byte, lane), channels to (quad, k); bytes run over quad, vector, lane, k.

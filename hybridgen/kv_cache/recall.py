@@ -5,6 +5,8 @@ contracts.md, "Quantised keys": what rotates with the position is not removed by
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def adequate_storage(
         blocks = whole[:, :, : keys.shape[1] // AGEING_BLOCK * AGEING_BLOCK]
         if not finds_enough(f"int{bits}", read_sketch(make_sketch(blocks, bits), bits, keys.shape[2])):
             bits = None
-    return KeyStorage(stored, bits), notes
+    return replace(storage, stored=stored, sketch_bits=bits), notes
 
 
 def top_recall(queries: Tensor, keys: Tensor, stored: Tensor) -> float | None:

@@ -45,7 +45,7 @@ class TieredKV:
         self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
         keys_as = keys_as or KeyStorage(dtype)
-        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer)
+        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer, device)
         self.host_values = values_slab.take(shape, dtype)
         self.host_values.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite
         self.notes: list[str] = []  # on keys that are not stored as was asked for
@@ -159,7 +159,7 @@ class TieredKV:
         else:  # larger than what the slab has for them
             parts = key_parts(self._shape, settled)
             slab = HostSlab(sum(padded_bytes(*part) for part in parts), self._device)
-            self.host_keys = make_host_keys(self._shape, settled, self._dtype, slab, self._transfer)
+            self.host_keys = make_host_keys(self._shape, settled, self._dtype, slab, self._transfer, self._device)
         self._keys_as = settled
 
     def _ring_slices(self, start: int, count: int) -> list[slice]:

@@ -59,6 +59,8 @@ class _Buffers:
 class ScanTicket:
     """A scan under way."""
 
+    on_device = False  # whether the device does it, and nobody has to wait
+
     def __init__(self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int) -> None:
         self._worker, self._job, self._buffers = worker, job, buffers
         self._layer, self._length = layer, length

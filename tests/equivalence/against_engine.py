@@ -53,6 +53,7 @@ def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **o
         values["cache.key_type"] = settings.key_type
     if settings.sketch != "none":
         values["cache.sketch"] = settings.sketch
+        values["cache.sketch_home"] = settings.sketch_home
     if settings.prefill_chunk != Settings.prefill_chunk:
         values["runtime.prefill_chunk"] = settings.prefill_chunk
     values |= {name.replace("__", "."): value for name, value in overrides.items()}
@@ -231,7 +232,10 @@ class SideBySide:
 
 def encoded(attention: Any, row: int, rows: slice, int8: bool, sketched: bool) -> Encoded:
     """Host keys of one sequence as the engine keeps them: `host_keys.key_parts` says in which order."""
-    parts = [buffer.tensor[row] for buffer in attention._kv.host_keys.buffers()]
+    keys = attention._kv.host_keys
+    parts = [buffer.tensor[row] for buffer in keys.buffers()]
+    if sketched and len(parts) == 1 + 2 * int8:
+        parts.append(keys.sketch.tensor[row])  # on the device
     assert len(parts) == 1 + 2 * int8 + sketched
     return Encoded(
         parts[0][:, rows].clone(),

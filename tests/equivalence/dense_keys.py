@@ -48,10 +48,11 @@ class KeyStorage:
 
     key_type: KeyType = "fp32"
     sketch: Sketch = "none"
+    sketch_home: Literal["host", "gpu"] = "host"  # gpu: its scores are those of the keys that it stands for
 
     @property
     def plain(self) -> bool:
-        return self == KeyStorage()
+        return self.key_type == "fp32" and self.sketch == "none"
 
     @property
     def kind(self) -> str:
@@ -195,7 +196,7 @@ def settle(asked: KeyStorage, queries: Tensor, keys: Tensor) -> tuple[KeyStorage
         stored.add(whole)
         if not finds_enough(sketch, stored.sketched()):
             sketch = "none"
-    return KeyStorage(key_type, sketch), close
+    return KeyStorage(key_type, sketch, asked.sketch_home), close
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -244,6 +245,8 @@ class StoredKeys:
         """Of query [group, d] and every row, unscaled, [group, n]; rounding: the query that decides on ties."""
         if not self.bits:
             return query @ self.rows[kv_head].T
+        if self.storage.sketch_home == "gpu":
+            return query @ self.sketched()[kv_head].T
         sketch = self.codes[kv_head], self.scale[kv_head], self.zero[kv_head]
         return sketch_logits(query, query if rounding is None else rounding, *sketch, self.bits)
 

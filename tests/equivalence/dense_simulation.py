@@ -126,11 +126,12 @@ class Settings(Rule):
     exact_mode: Literal["resident", "select"] = "resident"
     key_type: KeyType = "fp32"
     sketch: Sketch = "none"
+    sketch_home: Literal["host", "gpu"] = "host"
     prefill_chunk: int = 2048  # the first piece makes the mean of int8
 
     @property
     def keys_as(self) -> KeyStorage:
-        return KeyStorage(self.key_type, self.sketch)
+        return KeyStorage(self.key_type, self.sketch, self.sketch_home)
 
     @property
     def plan(self) -> Plan:

@@ -42,11 +42,12 @@ def case(
     seed: int = 0,
     **overrides: Any,
 ) -> Case:
-    """keys: the key type, the sketch or both: `int8+int4`."""
+    """keys: the key type, the sketch or both, and where it lies if not on the host: `int8+int4@gpu`."""
+    keys, _, home = keys.partition("@")
     parts = keys.split("+")
     key_type: Any = next((part for part in parts if part in ("fp16", "bf16", "int8")), "fp32")
     sketch: Any = next((part for part in parts if part in ("int4", "int2")), "none")
-    settings = dataclasses.replace(settings, key_type=key_type, sketch=sketch)
+    settings = dataclasses.replace(settings, key_type=key_type, sketch=sketch, sketch_home=home or "host")
     return Case(model, settings, turns, {**(FEEDBACK_ROOM if plans else {}), **overrides}, seed, plans)
 
 
@@ -114,6 +115,14 @@ CASES = {
     "int8+int4, logits, gqa2 keep": case("llama-gqa2", logits(KEEP), "int8+int4"),
     "int8+int4, append, off, mha": case("llama-mha", off(KEEP, window=16), "int8+int4", TURNS),
     "int8+int4, gqa3 mixed mass": case("llama-gqa3", MASS, "int8+int4", plans=mixed(MASS, MIX, (1.0, 1.5))),
+    # A sketch where the GPU's part is played: it scores, and nothing is scanned
+    "int2 at home, opt mass": case("opt", MASS, "int2@gpu"),
+    "int2 at home, gqa3 keep": case("llama-gqa3", KEEP, "int2@gpu"),
+    "int2 at home, mha pair, off": case("llama-mha", off(PAIR), "int2@gpu", RAGGED_16),
+    "int2 at home, torch kernels": case("llama-gqa2", PAIR, "int2@gpu", RAGGED_16, runtime__kernels="torch"),
+    "int4 at home, delta, llama3": case("llama3-rope", like(KEEP, predictor="delta"), "int4@gpu"),
+    "int8+int2 at home, append, qwen2": case("qwen2", like(MASS, window=16), "int8+int2@gpu", TURNS),
+    "int2 at home, select 0 2, qwen2": case("qwen2", like(KEEP, exact_layers=(0, 2), exact_mode="select"), "int2@gpu"),
     "int8+int2, gqa2 mass": case("llama-gqa2", MASS, "int8+int2"),
     "int8+int2, logits, opt pair": case("opt", logits(PAIR), "int8+int2", RAGGED_16),
     "int8+int2, append, delta": case("llama3-rope", like(PAIR, predictor="delta"), "int8+int2", TURNS),

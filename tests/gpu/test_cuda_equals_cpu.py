@@ -41,6 +41,18 @@ def test_greedy_tokens(
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
+@pytest.mark.parametrize("sketch", ["int2", "int4"])
+@pytest.mark.parametrize("keys", ["fp32", "int8"])
+@pytest.mark.parametrize("home", ["host", "gpu"])
+@pytest.mark.parametrize("name", ["llama-gqa3", "opt"])
+def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: str, directory: Path) -> None:
+    model = save_tiny_model(name, directory)
+    overrides = {
+        "selection.keep": 0.2, "cache.key_type": keys, "cache.sketch": sketch, "cache.sketch_home": home,
+    }  # fmt: skip
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
 def test_micro_batches_and_prefill_pieces(directory: Path) -> None:
     model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
     overrides = {"selection.keep": 0.2, "runtime.micro_batch": 2, "runtime.prefill_chunk": 50}

@@ -85,6 +85,7 @@ ARRIVES = [
     ("--lookahead", "off", "attention.lookahead", "off"),
     ("--key-type", "int8", "cache.key_type", "int8"),
     ("--sketch", "int2", "cache.sketch", "int2"),
+    ("--sketch-home", "gpu", "cache.sketch_home", "gpu"),
     ("--schedule", "replay:r.json", "schedule.mode", "replay:r.json"),
     ("--target-ms", "12.5", "schedule.target_ms", 12.5),
 ]
@@ -93,7 +94,7 @@ ARRIVES = [
 @pytest.mark.parametrize(("flag", "text", "path", "value"), ARRIVES)
 def test_a_flag_fills_its_setting(flag: str, text: str, path: str, value: Any) -> None:
     section, name = path.split(".")
-    assert getattr(getattr(parse(flag, text), section), name) == value
+    assert getattr(getattr(parse("--sketch", "int2", flag, text), section), name) == value  # a home needs a sketch
 
 
 def test_every_flag_is_tried_above() -> None:

@@ -285,3 +285,16 @@ def test_an_unknown_strategy_is_told_the_known_ones() -> None:
         load_strategy("hybrdgen")
     message = str(error.value)
     assert "'hybrdgen'" in message and "did you mean 'hybridgen'" in message and "full" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"cache.sketch_home": "gpu"}, "without a sketch"),
+        ({"cache.sketch_home": "gpu", "cache.sketch": "int2", "schedule.mode": "feedback"}, "'feedback'"),
+        ({"cache.sketch_home": "gpu", "cache.sketch": "int2", "schedule.mode": "paper"}, "'paper'"),
+    ],
+)
+def test_where_the_gpu_scores_there_is_a_sketch_and_nothing_to_shorten(values: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_config({path: Setting(value, "test") for path, value in values.items()})

@@ -28,7 +28,7 @@ FLOAT = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8, torch
 
 def made(storage: KeyStorage, transfer: TransferEngine) -> HostKeys:
     slab = HostSlab(sum(padded_bytes(*part) for part in key_parts(SHAPE, storage)), CPU, poison=True)
-    return make_host_keys(SHAPE, storage, torch.float32, slab, transfer)
+    return make_host_keys(SHAPE, storage, torch.float32, slab, transfer, torch.device("cpu"))
 
 
 def expected(keys: torch.Tensor, mean: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
