@@ -11,10 +11,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 Direction = Literal["h2d", "d2h", "cpu_read"]
 
@@ -140,11 +140,7 @@ class Telemetry:
             stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
         for timed in self._host_spans:
             stage_ms[timed.stage][timed.layer] += (timed.end_s - timed.start_s) * 1e3
-        for direction, units, unit_bytes, within in self._device_units:
-            count = int(units.sum()) * unit_bytes
-            self.bytes_moved[direction] += count
-            if within is not None:
-                within.bytes += count
+        self._count_device_units()
         step = StepTimings(
             step_ms,
             {stage: dict(layers) for stage, layers in stage_ms.items()},
@@ -157,6 +153,17 @@ class Telemetry:
             self.trace_steps -= 1
             self._origin = None
         return step
+
+    def _count_device_units(self) -> None:
+        """With one copy to the host."""
+        if not self._device_units:
+            return
+        sums = torch.stack([units.sum() for _, units, _, _ in self._device_units]).tolist()
+        for (direction, _, unit_bytes, within), units in zip(self._device_units, sums, strict=True):
+            count = units * unit_bytes
+            self.bytes_moved[direction] += count
+            if within is not None:
+                within.bytes += count
 
     def _stage_bytes(self) -> dict[str, int]:
         moved: dict[str, int] = defaultdict(int)

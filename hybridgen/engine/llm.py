@@ -203,11 +203,13 @@ class LLM:
         progress: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Append prompt tokens to each sequence; see `Runner.prefill`."""
+        self._transfer.follow()
         self._machine.threads.use_all()
         return self._runner.prefill(batch, prompts, mirrors, progress)
 
     def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor:
         """One token of each sequence -> float32 next-token logits [B, vocab]; see `Runner.decode_step`."""
+        self._transfer.follow()
         self._machine.threads.step()
         logits = self._runner.decode_step(batch, torch.as_tensor(tokens, device=self.device))
         self._machine.threads.end_step()

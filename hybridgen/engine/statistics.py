@@ -48,7 +48,7 @@ class AttentionStatistics:
         if not selections:
             self._budget.append(torch.tensor(fixed / total, device=device))
             return
-        kept = torch.cat([selection.counts.float().mean(-1) for selection in selections])
+        kept = _means([selection.counts for selection in selections])
         mass = torch.cat([selection.mass.flatten() for selection in selections])
         # One small tensor a step, not one a layer: each costs a wait on a GPU.
         known = torch.tensor([lengths, hosts], dtype=torch.float32).to(device)
@@ -75,3 +75,10 @@ class AttentionStatistics:
             "mass_min": None if math.isinf(least) else least,
             "mass_true": mean(self._probes),
         }
+
+
+def _means(counts: list[Tensor]) -> Tensor:
+    """float32 [sum of B]: the mean over KV heads of counts [B, Hkv], in a few operations where all have as many."""
+    if len({part.shape[1] for part in counts}) == 1:
+        return torch.cat(counts).float().mean(-1)
+    return torch.cat([part.float().mean(-1) for part in counts])

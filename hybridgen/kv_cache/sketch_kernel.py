@@ -17,9 +17,9 @@ from hybridgen.kv_cache.quantize import SKETCH_BLOCK, sketch_bytes
 from hybridgen.selection.budget import per_sequence
 from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
 
-BLOCKS_A_TURN = 2
+BLOCKS_A_TURN = 1
 TURNS = 4
-WARPS = 4
+WARPS = 1
 
 
 @triton.jit

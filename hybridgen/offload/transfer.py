@@ -79,6 +79,9 @@ class TransferEngine(ABC):
         self.telemetry.count_on_device("h2d", counts, row_bytes)
         return FetchTicket(self._fetch(sources, rows, counts, targets), targets)
 
+    def follow(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
+        """The caller's stream is the one that runs from now on. A prefill or a step begins with it."""
+
     def mark(self) -> Ticket:
         """This point of the running stream; what was issued before it is over when the ticket is."""
         return Ticket()
@@ -153,13 +156,21 @@ class LazyTransfer(ImmediateTransfer):
         return _LazyTicket(work)
 
 
+class _Running:
+    """The stream that work is issued to. Asking torch takes 10 us, hundreds of times a step."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+
 class _CudaTicket(Ticket):
-    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: _Running) -> None:
         self.event = event
         self._tensors = tensors  # alive until waited for
+        self._running = running
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self._running.stream.wait_event(self.event)
         self._tensors.clear()  # `record_stream` keeps their memory until the copy is over
 
     def wait_host(self) -> None:
@@ -168,9 +179,10 @@ class _CudaTicket(Ticket):
 
 
 class CudaClock:
-    """Marks are events on the current stream; those of a step are used again in the next: making one takes time."""
+    """Marks are events on the running stream; those of a step are used again in the next: making one takes time."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: _Running) -> None:
+        self._running = running
         self._events: list[torch.cuda.Event] = []
         self._used = 0
 
@@ -179,7 +191,7 @@ class CudaClock:
             self._events.append(torch.cuda.Event(enable_timing=True))
         event = self._events[self._used]
         self._used += 1
-        event.record()
+        event.record(self._running.stream)
         return event
 
     def restart(self) -> None:
@@ -197,7 +209,7 @@ class CudaClock:
         event = self.mark()  # an event is made when it is first recorded: not in the time that counts
         event.synchronize()
         before = time.perf_counter()
-        event.record()
+        event.record(self._running.stream)
         event.synchronize()
         return event, (before + time.perf_counter()) / 2
 
@@ -206,27 +218,38 @@ class CudaTransfer(TransferEngine):
     """A side stream a direction; each transfer starts after what the running stream was given before it."""
 
     def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
-        self.clock = CudaClock()
+        self._running = _Running(torch.cuda.current_stream(device))
+        self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights")}
         self._driver = ctypes.CDLL("libcuda.so.1")
 
+    def follow(self) -> None:
+        self._running.stream = torch.cuda.current_stream(self._device)
+
     def mark(self) -> Ticket:
         event = torch.cuda.Event()
-        event.record()
-        return _CudaTicket(event, [])
+        event.record(self._running.stream)
+        return _CudaTicket(event, [], self._running)
 
     @contextmanager
     def beside(self, after: Ticket, stream: str = "beside") -> Iterator[None]:
-        with torch.cuda.stream(self._streams[stream]):
+        before = self._running.stream
+        self._switch_to(self._streams[stream])
+        try:
             after.wait()
             yield
+        finally:
+            self._switch_to(before)
+
+    def _switch_to(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(stream)
+        self._running.stream = stream
 
     def hand_over(self, *tensors: Tensor) -> None:
-        stream = torch.cuda.current_stream(self._device)
         for tensor in tensors:
-            tensor.record_stream(stream)
+            tensor.record_stream(self._running.stream)
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         target.copy_(source, non_blocking=True)
@@ -242,15 +265,14 @@ class CudaTransfer(TransferEngine):
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
     ) -> Ticket:
         stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with self.beside(self.mark(), direction):
             work()
             event = torch.cuda.Event()
             event.record(stream)
         for tensor in (*targets, *sources):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-        return _CudaTicket(event, [*targets, *sources])
+        return _CudaTicket(event, [*targets, *sources], self._running)
 
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
         # Only copies to the host are followed by a call, and they all lie on this stream.
