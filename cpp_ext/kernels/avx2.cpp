@@ -22,7 +22,7 @@ namespace {
 constexpr int kLanes = 8;                 // floats of a register
 constexpr int kStrip = 16;                // rows that all heads pass over while they are in L1
 constexpr int kMaxHeads = 8;              // heads of one pass over a strip
-constexpr std::int64_t kAhead = 6 << 10;  // bytes of keys between a load and the prefetch beside it
+constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
 
 struct Float32 {
   using Element = float;
@@ -70,29 +70,35 @@ inline float max_of(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
+// Listed rows between a load and the prefetch beside it.
+template <class Key>
+inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
+  return kListedAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
+}
+
 // The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
-// the one that is prefetched meanwhile; places in the list, or bytes.
+// those that are prefetched meanwhile, where they are not listed.
 template <class Key, int G, bool Listed>
-void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
+void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, Ahead ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 8 : G == 2 ? 4 : G <= 4 ? 2 : 1;
   using Element = typename Key::Element;
   const std::int64_t d = block.head_dim;
   const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
+  const std::int64_t listed_ahead = rows_of_ahead<Key>(d);
   for (std::int64_t j = 0; j < rows; j += R) {
     const int n = rows - j < R ? static_cast<int>(rows - j) : R;
     std::int64_t at[R];
     const Element* row[R];  // past the end, the last row again: read twice, never stored
-    const char* next[R];
+    const Element* next[R];
     for (int r = 0; r < R; ++r) {
       const std::int64_t i = first + j + (r < n ? r : n - 1);
       at[r] = Listed ? std::int64_t{block.list[i]} : i;
       row[r] = keys + at[r] * block.key_stride;
-      next[r] = reinterpret_cast<const char*>(row[r]) + ahead;
       if constexpr (Listed) {
-        const std::int64_t later = i + ahead < block.rows ? i + ahead : block.rows - 1;
-        next[r] = reinterpret_cast<const char*>(keys + block.list[later] * block.key_stride);
+        const std::int64_t later = i + listed_ahead < block.rows ? i + listed_ahead : block.rows - 1;
+        next[r] = keys + block.list[later] * block.key_stride;
       }
     }
 
@@ -105,7 +111,14 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
       for (int r = 0; r < R; ++r) {
         // A line has several registers of elements, one of which asks for it.
         constexpr std::int64_t kLine = 64 / sizeof(Element);
-        if (c % kLine == 0) _mm_prefetch(next[r] + c * sizeof(Element), Listed ? _MM_HINT_T0 : _MM_HINT_T1);
+        if (c % kLine != 0) {
+          // Asked for already.
+        } else if constexpr (Listed) {
+          _mm_prefetch(next[r] + c, _MM_HINT_T0);
+        } else {
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.far, _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.near, _MM_HINT_T0);
+        }
         key[r] = Key::load(row[r] + c);
       }
 #pragma GCC unroll 8
@@ -135,27 +148,19 @@ inline std::int64_t heads_of_pass(std::int64_t group) {
   return (group + passes - 1) / passes;
 }
 
-// Rows between a load and the prefetch beside it: whole strips.
-template <class Key>
-inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
-  const std::int64_t strip_bytes = kStrip * head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element));
-  return (kAhead + strip_bytes - 1) / strip_bytes * kStrip;
-}
-
 template <class Key, bool Listed>
 void scan_rows(const ScanBlock& block) {
-  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
+  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, Ahead);
   static constexpr Strip kStrips[kMaxHeads + 1] = {
       nullptr,
       strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
   const std::int64_t heads = heads_of_pass(block.group);
-  const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
   const std::int64_t row_bytes = block.key_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
   for (std::int64_t j = 0; j < block.rows; j += kStrip) {
     const std::int64_t rows = block.rows - j < kStrip ? block.rows - j : kStrip;
-    std::int64_t ahead = rows_ahead;
-    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kStrip, rows_ahead);
+    Ahead ahead{};
+    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kStrip, kStrip);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
       kStrips[n](block, g, j, rows, ahead);

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kLanes = 16;               // floats of a register, and rows of a strip
 constexpr int kMaxHeads = 8;             // heads of one pass over a strip
-constexpr std::int64_t kAhead = 6 << 10;  // bytes of keys between a load and the prefetch beside it
+constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
 constexpr __mmask16 kAll = 0xffff;
 
 struct Float32 {
@@ -85,10 +85,16 @@ inline __m512 repeated(const float* x) {
   return _mm512_castpd_ps(_mm512_set1_pd(_mm_cvtsd_f64(_mm_castps_pd(_mm_loadu_ps(x)))));
 }
 
+// Listed rows between a load and the prefetch beside it.
+template <class Key>
+inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
+  return kListedAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
+}
+
 // The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
-// the one that is prefetched meanwhile; places in the list, or bytes.
+// those that are prefetched meanwhile, where they are not listed.
 template <class Key, int G, bool Listed>
-void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t ahead) {
+void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, Ahead ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
   constexpr int kWalk = R < 8 ? R : 8;
@@ -97,6 +103,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
   const std::int64_t d = block.head_dim;
   const float* query = block.query + head * d;
   const auto* keys = static_cast<const Element*>(block.keys);
+  const std::int64_t listed_ahead = rows_of_ahead<Key>(d);
   for (std::int64_t j = 0; j < rows; j += R) {
     const int n = rows - j < R ? static_cast<int>(rows - j) : R;
     const Element* row[R];  // past the end, the last row again: read twice, never stored
@@ -105,7 +112,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
       const std::int64_t at = first + j + (r < n ? r : n - 1);
       row[r] = keys + (Listed ? std::int64_t{block.list[at]} : at) * block.key_stride;
       if constexpr (Listed) {
-        const std::int64_t later = at + ahead < block.rows ? at + ahead : block.rows - 1;
+        const std::int64_t later = at + listed_ahead < block.rows ? at + listed_ahead : block.rows - 1;
         next[r] = keys + block.list[later] * block.key_stride;
       }
     }
@@ -124,8 +131,9 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
           // This line is asked for already.
         } else if constexpr (Listed) {
           _mm_prefetch(next[r] + c, _MM_HINT_T0);
-        } else {  // into L2: distant rows at large strides share few sets of L1
-          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead, _MM_HINT_T1);
+        } else {
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.far, _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.near, _MM_HINT_T0);
         }
         key[r] = Key::load(mask, row[r] + c);
         if constexpr (G > 1) asm("" : "+v"(key[r]));  // one load, not one in each FMA
@@ -176,13 +184,6 @@ inline std::int64_t heads_of_pass(std::int64_t group) {
   return (group + passes - 1) / passes;
 }
 
-// Rows between a load and the prefetch beside it: whole strips.
-template <class Key>
-inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
-  const std::int64_t strip_bytes = kLanes * head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element));
-  return (kAhead + strip_bytes - 1) / strip_bytes * kLanes;
-}
-
 // The first `rows` rows of a list: those that no strip prefetches. They are a large part of a small block, and nothing
 // but the list says where they are.
 template <class Key>
@@ -197,20 +198,19 @@ void fetch_first(const ScanBlock& block, std::int64_t rows) {
 
 template <class Key, bool Listed>
 void scan_rows(const ScanBlock& block) {
-  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
+  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, Ahead);
   static constexpr Strip kStrips[kMaxHeads + 1] = {
       nullptr,
       strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
   const std::int64_t heads = heads_of_pass(block.group);
-  const std::int64_t rows_ahead = rows_of_ahead<Key>(block.head_dim);
   const std::int64_t row_bytes = block.key_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
-  if constexpr (Listed) fetch_first<Key>(block, rows_ahead);
+  if constexpr (Listed) fetch_first<Key>(block, rows_of_ahead<Key>(block.head_dim));
 
   for (std::int64_t j = 0; j < block.rows; j += kLanes) {
     const std::int64_t rows = block.rows - j < kLanes ? block.rows - j : kLanes;
-    std::int64_t ahead = rows_ahead;
-    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kLanes, rows_ahead);
+    Ahead ahead{};
+    if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kLanes, kLanes);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
       kStrips[n](block, g, j, rows, ahead);

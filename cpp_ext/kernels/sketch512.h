@@ -8,7 +8,6 @@
 // tokens, and meet the weights of G heads: G * T accumulators.
 
 constexpr int kPassHeads = 8;  // heads that share an unpacked code
-constexpr std::int64_t kSketchAhead = 4 << 10;  // bytes between a load and the prefetch beside it
 
 struct Folded {
   float step;
@@ -20,7 +19,7 @@ struct Folded {
 // block's time goes here. `ahead`: as in `part`.
 template <int G>
 inline __attribute__((always_inline)) void fold(const float* query, const unsigned char* scales, std::int64_t d,
-                                                float middle, std::int64_t ahead,
+                                                float middle, Ahead ahead,
                                                 std::int8_t (*weights)[kMaxSketchDim], Folded* folded) {
   __m512 largest[G], base[G];
   __m512i total[G];
@@ -35,7 +34,8 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
   };
   for (std::int64_t c = 0; c < d; c += 16) {
     const __mmask16 mask = lanes(c);
-    _mm_prefetch(scales + 4 * c + ahead, _MM_HINT_T0);
+    _mm_prefetch(scales + 4 * c + ahead.far, _MM_HINT_T1);
+    _mm_prefetch(scales + 4 * c + ahead.near, _MM_HINT_T0);
     const __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * c));
     const __m512 zero = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * (d + c)));
     const __m512 centre = _mm512_fmadd_ps(_mm512_set1_ps(middle), scale, zero);
@@ -72,11 +72,11 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
 }
 
 // Tokens from 16 * First on, 16 * T of them, of the block at `codes`, for the G heads with these weights. `ahead`:
-// bytes to what is prefetched beside each load.
+// to what is prefetched beside each load.
 template <int Bits, int G, int T, int First>
 inline __attribute__((always_inline)) void part(const unsigned char* codes, std::int64_t d,
                                                 const std::int8_t (*weights)[kMaxSketchDim], const Folded* folded,
-                                                const float* shifts, float scale, std::int64_t ahead, float* out,
+                                                const float* shifts, float scale, Ahead ahead, float* out,
                                                 std::int64_t out_stride) {
   constexpr int kPlaces = 8 / Bits;
   constexpr int kLargest = (1 << Bits) - 1;
@@ -96,7 +96,10 @@ inline __attribute__((always_inline)) void part(const unsigned char* codes, std:
     for (int t = 0; t < T; ++t) {
       const int vector = (First + t) / kPlaces;
       const int place = (First + t) % kPlaces;
-      if (place == 0) _mm_prefetch(vectors + 64 * vector + ahead, _MM_HINT_T0);
+      if (place == 0) {
+        _mm_prefetch(vectors + 64 * vector + ahead.far, _MM_HINT_T1);
+        _mm_prefetch(vectors + 64 * vector + ahead.near, _MM_HINT_T0);
+      }
       const __m512i packed = _mm512_loadu_si512(vectors + 64 * vector);
       // A code may stay where it is in its byte: its sums are then a power of two larger.
       code[t] = in_place(t) ? _mm512_and_si512(packed, _mm512_set1_epi8(static_cast<char>(kLargest << (Bits * place))))
@@ -127,7 +130,7 @@ inline __attribute__((always_inline)) void part(const unsigned char* codes, std:
 
 // All 64 tokens of the block at `codes` for the G heads from `head` on: out[g * out_stride + j].
 template <int Bits, int G>
-void block_logits(const ScanBlock& block, std::int64_t head, const unsigned char* codes, std::int64_t ahead, float* out,
+void block_logits(const ScanBlock& block, std::int64_t head, const unsigned char* codes, Ahead ahead, float* out,
                   std::int64_t out_stride) {
   const std::int64_t d = block.head_dim;
   alignas(64) std::int8_t weights[G][kMaxSketchDim];
@@ -151,7 +154,7 @@ inline void fetch_block(const unsigned char* at, std::int64_t bytes) {
 
 template <int Bits>
 void scan_sketch(const ScanBlock& block) {
-  using Logits = void (*)(const ScanBlock&, std::int64_t, const unsigned char*, std::int64_t, float*, std::int64_t);
+  using Logits = void (*)(const ScanBlock&, std::int64_t, const unsigned char*, Ahead, float*, std::int64_t);
   static constexpr Logits kLogits[kPassHeads + 1] = {
       nullptr,
       block_logits<Bits, 1>, block_logits<Bits, 2>, block_logits<Bits, 3>, block_logits<Bits, 4>,
@@ -161,20 +164,18 @@ void scan_sketch(const ScanBlock& block) {
   const std::int64_t passes = (block.group + kPassHeads - 1) / kPassHeads;
   const std::int64_t heads = (block.group + passes - 1) / passes;
 
-  const std::int64_t blocks_ahead = (kSketchAhead + bytes - 1) / bytes;
-
   std::int64_t j = 0;
   while (j < block.rows) {
     // Rows j to end - 1 are of one block.
     const std::int64_t at = (block.list ? std::int64_t{block.list[j]} : j) / kSketchTokens;
     std::int64_t end = j + 1;
-    std::int64_t ahead = 0;
+    Ahead ahead{};
     if (block.list) {
       while (end < block.rows && block.list[end] / kSketchTokens == at) ++end;
       if (end < block.rows) fetch_block(blocks + block.list[end] / kSketchTokens * block.key_stride, bytes);
     } else {
       end = j + kSketchTokens < block.rows ? j + kSketchTokens : block.rows;
-      ahead = bytes_ahead(block, block.rows / kSketchTokens, block.key_stride, at + 1, blocks_ahead);
+      ahead = bytes_ahead(block, block.rows / kSketchTokens, block.key_stride, at + 1, 1);
     }
     const unsigned char* codes = blocks + at * block.key_stride;
     for (std::int64_t g = 0; g < block.group; g += heads) {
