@@ -26,6 +26,7 @@ SKETCH_BITS = (2, 4)
 _LANES = 16
 _LARGEST = 2.0**126  # twice this and a mean are still finite floats
 _LARGEST_FP16 = 65504.0
+_LARGEST_SKETCHED = 2.0**21  # more than scale * 15 + zero is with the largest numbers of fp16
 
 
 def key_mean(keys: Tensor, skip: int = 0) -> Tensor:
@@ -81,9 +82,10 @@ def make_sketch(keys: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
 
     keys: [B, Hkv, 64 * m, d], any floating type, no NaN; mean: float32 [B, Hkv, d] or None.
     Returns uint8 [B, Hkv, m, sketch_bytes(bits, d)].
-    The zero is the channel's minimum over the block and the scale its range / (2^bits - 1), both rounded to fp16 before
-    the codes are found, so a key is off by half a scale and fp16's rounding. Where fp16 overflows, zero and scale are
-    its largest numbers (65,504) and the keys beyond them take the nearest code; a channel without range, or with less
+    Codes run from the low to the high end of a range (`_sketch_range`). The zero is its low end and the scale the way
+    from there to the high end / (2^bits - 1), both rounded to fp16 before the codes are found, so a key in the range is
+    off by at most half a scale and fp16's rounding. A key beyond it, as int2 has some, takes the nearest code, and may
+    be off by more. Where fp16 overflows, zero and scale are its largest numbers; a channel without range, or with less
     than fp16 can tell from none, has scale 0 and codes 0.
     ValueError: a number of tokens that is no multiple of 64; bits and head_dim as sketch_bytes.
     """
@@ -92,10 +94,12 @@ def make_sketch(keys: Tensor, bits: int, mean: Tensor | None = None) -> Tensor:
     if tokens % SKETCH_BLOCK:
         raise ValueError(f"keys: {tokens} tokens: must be a multiple of {SKETCH_BLOCK}")
     centred = keys.float() if mean is None else keys.float() - mean.unsqueeze(2)
+    centred = centred.clamp(-_LARGEST_SKETCHED, _LARGEST_SKETCHED)
     centred = centred.view(batch, heads, tokens // SKETCH_BLOCK, SKETCH_BLOCK, dim)
     levels = 2**bits - 1
-    zero = centred.amin(dim=3).clamp(-_LARGEST_FP16, _LARGEST_FP16).half()
-    span = centred.amax(dim=3) - zero.float()
+    low, high = _sketch_range(centred, bits)
+    zero = low.clamp(-_LARGEST_FP16, _LARGEST_FP16).half()
+    span = high - zero.float()
     scale = (span / levels).clamp(0.0, _LARGEST_FP16).half()
     step = scale.float().unsqueeze(3)
     codes = (centred - zero.float().unsqueeze(3)) / torch.where(step > 0, step, 1.0)
@@ -135,6 +139,22 @@ def sketch_logits(query: Tensor, sketch: Tensor, bits: int, rows: int, scale: fl
     grouped = query.float().unflatten(1, (keys.shape[1], -1))
     logits: Tensor = scale * grouped @ keys.transpose(2, 3)
     return logits.flatten(1, 2)
+
+
+def _sketch_range(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """What the codes of each block and channel span: low and high end, [B, Hkv, m, d] each, of [B, Hkv, m, 64, d].
+
+    int4: from the least key to the largest. int2 would waste its four codes on the ends of that: its range lies about
+    the middle between the mean and the range's own, and reaches 1/8 of the range and 0.9 standard deviations each way.
+    That is nearly the least squared error for uniform and for normal keys, and for what turns with the position.
+    """
+    least, most = blocks.amin(dim=3), blocks.amax(dim=3)
+    if bits > 2:
+        return least, most
+    mean = blocks.mean(dim=3)
+    deviation = (blocks - mean.unsqueeze(3)).square_().mean(dim=3).sqrt_()
+    centre, reach = (least + most) / 4 + mean / 2, (most - least) / 8 + 0.9 * deviation
+    return centre - reach, centre + reach
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -17,9 +17,9 @@ from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, make_sketch, 
 QUERIES = 64  # the last ones of the prompt
 TOP = 0.1  # of the keys
 LEAST_KEYS = 128  # with fewer nothing is measured
-# int8 keys are attended to; a sketch only chooses. Keys without any structure (random weights) give int2 0.72 to 0.75,
-# SmolLM2's layers 0.72 to 0.83, and perplexity does not mind (README).
-LEAST_RECALL = {"int8": 0.95, "int4": 0.9, "int2": 0.65}
+# int8 keys are attended to; a sketch only chooses. Keys without any structure (random weights) give int2 0.75 to 0.77,
+# the worst of SmolLM2's layers 0.75 at 2,048 tokens and 0.70 at 300 (their mean 0.81 and 0.79).
+LEAST_RECALL = {"int8": 0.95, "int4": 0.9, "int2": 0.7}
 
 
 def adequate_storage(

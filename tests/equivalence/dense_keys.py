@@ -5,8 +5,10 @@ Plain float64, no code of the engine. The numeric definitions:
 * fp16, bf16: a key is the nearest number of that type.
 * int8: scale * code + mean; the mean of each channel is over the first prefill piece without sinks; the scale of a
   row is the largest distance from the mean / 127.
-* sketch: in each block of 64 rows and channel scale * code + zero, the zero the least key and the scale the range /
-  (2^bits - 1), both in fp16. What is scored is not quite the query times that: the query times scale[c] is rounded to
+* sketch: in each block of 64 rows and channel scale * code + zero, the zero the low end of what is spanned and the
+  scale the rest / (2^bits - 1), both in fp16. int4 spans all keys. int2 spans, about the middle between their mean and
+  that of the least and the largest, a fourth of what int4 does and 1.8 standard deviations; others get the code of its
+  nearest end. What is scored is not quite the query times that: the query times scale[c] is rounded to
   127 steps each way of its largest channel, one step a block and query head, and what rounding took from it is made
   good for a code in the middle (cpp_ext/kernels/scan.h).
 
@@ -38,7 +40,7 @@ ROUNDING = 1e-4
 
 QUERIES = 64
 LEAST_KEYS = 128
-LEAST_RECALL = {"int8": 0.95, "int4": 0.9, "int2": 0.65}
+LEAST_RECALL = {"int8": 0.95, "int4": 0.9, "int2": 0.7}
 CLOSE_RECALL = 0.004  # nearer to the least than this, rounding may decide
 
 
@@ -126,6 +128,18 @@ def unpack_sketch(sketch: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, 
     codes = (sketch[:, :, where].int() >> shift) & (2**bits - 1)
     scale, zero = sketch[:, :, end:].contiguous().view(torch.float16).double().chunk(2, dim=2)
     return codes.double(), scale, zero
+
+
+def sketch_span(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The ends of what the codes of keys [kv_heads, blocks, 64, d] span, [kv_heads, blocks, d] each."""
+    ends = blocks.amin(2), blocks.amax(2)
+    if bits == 4:
+        return ends
+    mean = blocks.mean(2)
+    deviation = (blocks - mean[:, :, None]).square().mean(2).sqrt()
+    middle = ((ends[0] + ends[1]) / 2 + mean) / 2
+    length = (ends[1] - ends[0]) / 4 + 1.8 * deviation
+    return middle - length / 2, middle + length / 2
 
 
 def sketch_codes(blocks: Tensor, bits: int, scale: Tensor, zero: Tensor) -> Tensor:
@@ -233,8 +247,9 @@ class StoredKeys:
         self.rows = torch.cat((self.rows, stored), dim=1)
         if self.bits:
             blocks = keys.unflatten(1, (-1, BLOCK))
-            zero = blocks.amin(2).half().double()
-            scale = ((blocks.amax(2) - zero) / (2**self.bits - 1)).clamp(min=0).half().double()
+            low, high = sketch_span(blocks, self.bits)
+            zero = low.half().double()
+            scale = ((high - zero) / (2**self.bits - 1)).clamp(min=0).half().double()
             self._add_sketch(sketch_codes(blocks, self.bits, scale, zero).round(), scale, zero)
 
     def sketched(self) -> Tensor:
@@ -285,7 +300,7 @@ class StoredKeys:
         assert theirs.sketch is not None
         blocks = self.original.unflatten(1, (-1, BLOCK))[:, new]
         codes, scale, zero = unpack_sketch(theirs.sketch, self.bits, blocks.shape[3])
-        low, high = blocks.amin(2), blocks.amax(2)
+        low, high = sketch_span(blocks, self.bits)
         levels = 2**self.bits - 1
         expected = (high - zero) / levels
         step = torch.where(scale > 0, scale, 1.0)[:, :, None]

@@ -124,7 +124,7 @@ CASES = {
     "int8+int2 at home, append, qwen2": case("qwen2", like(MASS, window=16), "int8+int2@gpu", TURNS),
     "int2 at home, select 0 2, qwen2": case("qwen2", like(KEEP, exact_layers=(0, 2), exact_mode="select"), "int2@gpu"),
     "int8+int2, gqa2 mass": case("llama-gqa2", MASS, "int8+int2"),
-    "int8+int2, logits, opt pair": case("opt", logits(PAIR), "int8+int2", RAGGED_16),
+    "int8+int2, logits, opt pair": case("opt", logits(PAIR), "int8+int2", RAGGED_16, seed=2),
     "int8+int2, append, delta": case("llama3-rope", like(PAIR, predictor="delta"), "int8+int2", TURNS),
     "int8+int2, qwen2 feedback keep": case("qwen2", KEEP, "int8+int2", plans=like_feedback(KEEP)),
     "fp16+int4, mha pair": case("llama-mha", PAIR, "fp16+int4", RAGGED_16),

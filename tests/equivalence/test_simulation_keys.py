@@ -15,6 +15,7 @@ from hybridgen.kv_cache.recall import adequate_storage
 from tests.equivalence.dense_keys import (
     Encoded,
     KeyStorage,
+    Sketch,
     StoredKeys,
     half_spacing,
     named_otherwise,
@@ -124,14 +125,27 @@ def test_int8_by_hand() -> None:
 
 
 def test_sketch_by_hand() -> None:
-    """int2 of four numbers is exact; a channel without range is its zero."""
+    """Four numbers 3 apart whose deviation is sqrt(11.25); a channel without range is its zero."""
     keys = torch.zeros(1, 64, 8, dtype=torch.float64)
-    keys[0, :, 0] = torch.arange(64) % 4 * 0.5 - 1
+    keys[0, :, 0] = torch.arange(64) % 4 * 3 + 1
     keys[0, :, 1] = 7.0
+    ends: list[tuple[Sketch, float]] = [("int2", 9 / 4 + 1.8 * 11.25**0.5), ("int4", 9.0)]
+    for sketch, length in ends:
+        made = StoredKeys(KeyStorage("fp32", sketch), keys.mean(1))
+        made.add(keys)
+        assert torch.equal(made.sketched()[..., 1:], keys[..., 1:]) and not made.codes[0, 0, :, 1].any()
+        assert made.zero[0, 0, 0] == pytest.approx(5.5 - length / 2, rel=2**-11)
+        assert made.scale[0, 0, 0] == pytest.approx(length / (3 if sketch == "int2" else 15), rel=2**-10)
+        steps = torch.tensor([0.0, 1.0, 2.0, 3.0] if sketch == "int2" else [0.0, 5.0, 10.0, 15.0])
+        assert made.codes[0, 0, :, 0].tolist() == steps.tolist() * 16
+
+
+def test_int2_leaves_out_the_ends() -> None:
+    keys = torch.randn(1, 64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    keys[0, 5, 2] = 100.0
     made = StoredKeys(KeyStorage("fp32", "int2"), keys.mean(1))
     made.add(keys)
-    assert torch.equal(made.sketched(), keys)
-    assert made.codes[0, 0, :, 0].tolist() == [0.0, 1.0, 2.0, 3.0] * 16 and not made.codes[0, 0, :, 1].any()
+    assert made.codes[0, 0, 5, 2] == 3 and 40 < made.sketched()[0, 5, 2] < 60
 
 
 @pytest.mark.parametrize(("bits", "byte", "token"), [(2, 0, 0), (2, 64, 0), (4, 0, 0), (4, 64, 32)])
