@@ -27,7 +27,9 @@ def report_of(arguments: argparse.Namespace, keep: str, share: float) -> dict[st
         "--weights", "random", "--weights-on-gpu", str(share), "--keep", keep, "--schedule", "fixed",
         "--report", str(path),
     ]  # fmt: skip
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command[1:])}\n{done.stderr[-2000:]}")
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--keeps", nargs="+", default=["0.02", "0.1"])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     ceilings = read_ceilings()
     if ceilings is None or ceilings.dma_h2d_bytes_per_s is None or ceilings.zero_copy_bytes_per_s is None:
         raise SystemExit("no machine file with a GPU: run `python -m hybridgen.bench link` first")

@@ -226,15 +226,16 @@ def test_the_link_where_the_cpu_plays_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="together"):
         link.both()
     monkeypatch.setattr(link, "both", link.h2d)
-    fetch = link.zero_copy
+    fetch, slab = link.zero_copy, link.slab
     monkeypatch.setattr(link, "zero_copy", lambda: fetch(64))
+    monkeypatch.setattr(link, "slab", lambda: slab(4 << 20))
     beside = [replace(link.h2d(), kernel=kernel) for kernel in ("scan beside h2d", "h2d beside scan")]
     monkeypatch.setattr(link, "scan_with_dma", lambda threads: tuple(beside))
     steps: list[str] = []
     rows = measure_link(link, this_cores(), steps.append)
     assert len(steps) == link_steps(this_cores())
     kernels = [row.kernel for row in rows]
-    expected = ["zero_copy", "h2d", "d2h", "h2d", "scan beside h2d", "h2d beside scan"]
+    expected = ["zero_copy", "h2d", "d2h", "h2d", "slab", "scan beside h2d", "h2d beside scan"]
     assert kernels == ["scan"] * len(scan_threads(this_cores())) + expected
     assert all(row.gbps > 0 and row.ms > 0 for row in rows)
     assert all(row.kernel in bench.link_table(rows) for row in rows)
