@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridgen.engine.llm import LLM
 from hybridgen.errors import ConfigError, InsufficientMemoryError, UnknownNameError
 from hybridgen.offload import host_memory
 from hybridgen.offload.host_memory import (
@@ -27,6 +28,7 @@ from hybridgen.offload.host_memory import (
     place_kv,
     resolve_placement,
 )
+from tests.equivalence.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -487,3 +489,13 @@ def test_memory_goes_back_to_the_system() -> None:
     for _ in range(20):
         HostSlab(1 << 30, CPU).take((10,), torch.float32)
     assert mapped_bytes() - before < 4 << 30
+
+
+def test_a_second_request_allocates_no_host_memory(tmp_path: Path) -> None:
+    settings = {"cache.gpu_window": 64, "selection.keep": 0.2}
+    with LLM(str(save_tiny_model("llama-mha", tmp_path)), settings) as llm:
+        llm.generate([list(range(90)) * 3], 4, ignore_eos=True)
+        first = llm.host_memory["slabs_allocated"]
+        for reused in (first, 2 * first):
+            llm.generate([list(range(90)) * 2, [5] * 70], 3, ignore_eos=True)
+            assert (llm.host_memory["slabs_allocated"], llm.host_memory["slabs_reused"]) == (first, reused)
