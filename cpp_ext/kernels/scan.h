@@ -63,11 +63,13 @@ struct Ahead {
 constexpr Ahead kAheadBytes = {4 << 10, 12 << 10};
 
 // Bytes to what is prefetched beside each of the rows (a sketch's: blocks) up to `end`, of which `step` are worked on at
-// a time. Within the block's `count` rows, and at their end in the block that the thread scans next; 0, which asks for
-// nothing new, where that is not known.
+// a time. At the end of the block's `count` rows it goes on in the block that the thread scans next (or so nearly: what
+// is asked for is never read here, and may be anything); 0, which asks for nothing new, where that is not known, and
+// where there is one row, whose stride means nothing.
 static inline Ahead bytes_ahead(const ScanBlock& block, std::int64_t count, std::int64_t stride_bytes, std::int64_t end,
                                 std::int64_t step) {
   const auto ahead = [&](std::int64_t bytes) -> std::int64_t {
+    if (stride_bytes <= 0) return 0;
     const std::int64_t distance = (bytes + step * stride_bytes - 1) / (step * stride_bytes) * step;  // whole steps
     if (end + distance <= count) return distance * stride_bytes;
     if (!block.next) return 0;

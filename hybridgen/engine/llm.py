@@ -59,6 +59,7 @@ class _Machine:
     def close(self) -> None:
         self.weights.close()
         self.worker.close()
+        self.memory.slabs.release_idle()
 
 
 class LLM:

@@ -120,16 +120,20 @@ class Runner:
             keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
             if past:
                 attention.load_past(sequence, keys, values)
+            queries: Tensor | None = None  # the last ones: the last piece may be short
             for first in range(start, end, self._prefill_chunk):
                 last = min(first + self._prefill_chunk, end)
                 rows = slice(past + first - start, past + last - start)
                 positions = state.positions_of(first, last)
                 x = state.x[first:last]
                 query, key, value = model.qkv(layer, weights, x, positions)
+                tail = query[-QUERIES:]
+                queries = tail if queries is None else torch.cat((queries, tail))[-QUERIES:]
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
                 context = causal_attention(query, keys[:, : rows.stop], values[:, : rows.stop], spec)
                 state.x[first:last] = model.finish(layer, weights, x, context)
-            kept = (sequence, keys, values, query[-QUERIES:], past + min(end - start, self._prefill_chunk))
+            assert queries is not None
+            kept = (sequence, keys, values, queries, past + min(end - start, self._prefill_chunk))
             tickets = attention.store(*kept)
             for mirror in mirrors:
                 tickets = tickets + mirror.layers[layer].store(*kept)

@@ -27,6 +27,7 @@ from hybridgen.engine.schedule import (
     read_plans,
 )
 from hybridgen.engine.schedule.paper import MOST_RATIO
+from hybridgen.errors import ConfigError
 from hybridgen.selection.budget import keep_limits, most_kept
 from hybridgen.telemetry import StepTimings
 from hybridgen.types import KeepRule, StepPlan
@@ -49,7 +50,14 @@ def make_schedule(config: Config, modes: Sequence[LayerMode], random_weights: bo
     if schedule.mode == "paper":
         return PaperSchedule(modes, probe, schedule.paper_interval, schedule.paper_both_at_once)
     if schedule.mode.startswith(REPLAY):
-        return ReplaySchedule(_replayed(schedule.mode), modes, f"--schedule {schedule.mode}")
+        plans = _replayed(schedule.mode)
+        modes_asked = {layer.mode for plan in plans for layer in plan.layers}
+        if config.cache.sketch_home == "gpu" and "pre_qkt" in modes_asked:
+            raise ConfigError(
+                f"--schedule {schedule.mode}: it has plans in which the CPU scores candidates (pre_qkt), and with "
+                "--sketch-home gpu nothing is there for it to score by: leave out one of the two"
+            )
+        return ReplaySchedule(plans, modes, f"--schedule {schedule.mode}")
     return FixedSchedule(modes, rule, probe)
 
 

@@ -264,6 +264,9 @@ class DeviceSketchedKeys(SketchedKeys):
     def __init__(self, keys: HostKeys, bits: int, sketch: Tensor, transfer: TransferEngine) -> None:
         super().__init__(keys, bits, HostBuffer(sketch, sketch), transfer)
 
+    def scanned(self) -> ScannedKeys:
+        raise RuntimeError(f"{self.kind}: the sketch lies on the device, and the CPU cannot score by it")
+
     def device_scan(self, query: Tensor, lengths: list[int], scale: float) -> DeviceScan | None:
         return DeviceScan(query, self.sketch.tensor, self._bits, lengths, scale)
 

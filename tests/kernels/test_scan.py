@@ -123,3 +123,16 @@ def test_every_16_bit_key_is_converted_exactly(isa, key_type):
 )
 def test_any_shape(isa, threads, **shape):
     run(ScanCase(**shape), isa, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_row_may_have_any_stride(isa):
+    query, key, out = (np.ones(n, np.float32) for n in (8, 8, 1))
+    worker = _C.ScanWorker(0, isa=isa)
+    job = worker.submit(
+        query=query.ctypes.data, keys=key.ctypes.data, out=out.ctypes.data, key_type="float32", num_heads=1,
+        num_kv_heads=1, head_dim=8, lengths=[1], key_strides=(0, 0, 0), out_strides=(1, 1), scale=2.0,
+    )  # fmt: skip
+    worker.wait(job)
+    worker.close()
+    assert out[0] == 16.0

@@ -31,7 +31,7 @@ class SimulatedMachine:
     missed: float = 0.02
     layer_spread: float = 0.0
     noise: float = 0.0
-    contention: float = 0.0  # share of a long scan by which it makes the layer wait although it is not the longest
+    contention: float = 0.0  # share of a long scan that it takes longer than its tokens say, and the layer waits
     cores: float = 1.0
     link: float = 1.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -78,6 +78,7 @@ class SimulatedMachine:
         scan_wait = max(0.0, scan - max(gpu, link))
         if scan > 0.75 * max(gpu, link):
             scan_wait += self.contention * scan
+            scan *= 1 + self.contention
         masses: tuple[float | None, ...] = (None, None, None)
         for number, tried in tiered:
             if tried.trial_tokens:

@@ -171,22 +171,23 @@ def test_full_scans_rotate_over_the_controlled_layers() -> None:
     assert sorted(tried) == list(range(3, 40))
 
 
-def test_a_larger_scan_that_makes_layers_wait_is_tried_again_later_and_later() -> None:
+@pytest.mark.parametrize(("gpu_ms", "contention"), [(2.0, 0.2), (1.93, 0.6)])
+def test_a_larger_scan_that_makes_layers_wait_is_tried_again_later_and_later(gpu_ms: float, contention: float) -> None:
     """What is slower in fact than in the sum of its parts: no swing between two levels."""
-    schedule, machine, rule = scenario("random weights", gpu_ms=2.0, scan_us_per_token=0.4, contention=0.2)
+    schedule, machine, rule = scenario("random weights", gpu_ms=gpu_ms, scan_us_per_token=0.4, contention=contention)
     machine.cores = 0.2  # from where the scan grows, step by step, up to the level that makes layers wait
     drive(schedule, machine, rule, 20)
     machine.cores = 1.0
     history = drive(schedule, machine, rule, 400, first=20)
     sizes = shares(history)
-    changes = [step for step, (before, after) in enumerate(pairwise(sizes)) if before != after]
-    tried = [step for step in changes if sizes[step + 1] > sizes[step]]
-    assert 3 <= len(tried) <= 6 and reversals(sizes) <= 2 * len(tried)
+    largest = max(sizes)
+    tried = [step for step, (before, after) in enumerate(pairwise(sizes)) if before < after == largest]
+    assert 3 <= len(tried) <= 6 and sizes.count(largest) < len(sizes) / 10
     gaps = [after - before for before, after in pairwise(tried)]
-    assert gaps == sorted(gaps)
+    assert gaps == sorted(gaps) and gaps[0] >= 30
     machine.cores = 4.0
     freed = drive(schedule, machine, rule, 32, first=420)
-    assert shares(freed)[-1] > max(sizes)  # the wait is forgotten where the machine has become faster
+    assert shares(freed)[-1] > largest  # the wait is forgotten where the machine has become faster
 
 
 # --- Disturbances -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridgen.config import Setting, build_config
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.schedule import (
     FixedSchedule,
@@ -22,6 +23,7 @@ from hybridgen.engine.schedule import (
     read_plans,
 )
 from hybridgen.engine.schedule.average import RunningAverages
+from hybridgen.engine.scheduling import make_schedule
 from hybridgen.errors import ConfigError
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
 
@@ -252,3 +254,12 @@ def test_averages() -> None:
     assert (averages.count("scan"), averages.count("mass"), averages.get("mass")) == (5, 0, None)
     averages.keep(["link"])
     assert (averages.get("scan"), averages["link"], averages.count("scan")) == (None, 1.0, 0)
+
+
+def test_where_the_gpu_scores_no_plan_of_candidates_is_replayed(tmp_path: Path) -> None:
+    plans = [StepPlan((LayerPlan("pre_qkt", RULE, 500),))]
+    path = report(tmp_path / "r.json", {"scheduler": {"steps": encode(plans)}})
+    values = {"cache.sketch": "int2", "cache.sketch_home": "gpu", "schedule.mode": f"replay:{path}"}
+    config = build_config({name: Setting(value, "test") for name, value in values.items()})
+    with pytest.raises(ConfigError, match="pre_qkt"):
+        make_schedule(config, ("lookahead",), random_weights=False)

@@ -99,8 +99,8 @@ class FeedbackSchedule:
         self._warm_up = WARM_UP
         self._last_ms, self._outliers = 0.0, 0
         self._hold, self._next_hold = 0, HOLD
-        self._grown = 0  # steps left in which the last growth may turn out to be too much
-        self._too_heavy: float | None = None  # `_load` of such a growth
+        self._grown, self._grown_to = 0, 0.0  # steps left in which the last growth may show as too much; its `_load`,
+        self._too_heavy: float | None = None  # as foretold; that of a growth which was too much
         self._growth_hold, self._next_growth_hold = 0, HOLD
         self._times = RunningAverages(TIME_WEIGHT)
         self._coverage = RunningAverages(MASS_WEIGHT)  # by level, this one and the next
@@ -203,14 +203,14 @@ class FeedbackSchedule:
             return False
         scan, without_wait = self._times["scan"], self._times["scan"] - self._times["scan_wait"]
         most = self._level + (1 if self._guarded else MOST_LEVELS_AT_ONCE)
-        before, load = self._level, self._load
+        before = self._level
         while self._level < most and self._level_allowed(self._level + 1):
             self._level += 1
             scan *= SCAN_STEP
             if scan <= without_wait:
                 break
         if self._level > before and self._grown:
-            self._too_heavy = load
+            self._too_heavy = self._grown_to
             self._growth_hold, self._next_growth_hold = self._next_growth_hold, 2 * self._next_growth_hold
         return self._level > before
 
@@ -224,7 +224,7 @@ class FeedbackSchedule:
             load /= SCAN_STEP
             self._level -= 1
         if self._level < before:
-            self._grown = GROWTH_SHOWS
+            self._grown, self._grown_to = GROWTH_SHOWS, load
         return self._level < before
 
     @property
