@@ -5,6 +5,8 @@ the chosen rows, and runs one softmax of the true query over sinks, window, new 
 With lookahead the choosing query is the one predicted from the previous layer's input: the scan is over,
 or nearly so, when the layer begins, and the next layer's scan runs beside choice, fetch and attention.
 Without, the layer waits for its own scan. Where the plan says `pre_qkt`, candidates alone are scored.
+Where a sketch lies on the device, the device scores by it; choice and fetch then follow at once, beside the layer
+before.
 """
 
 from __future__ import annotations
