@@ -84,7 +84,8 @@ class ScanWorker {
   // Empty after `timeout`; then the job can be waited for again.
   std::optional<Span> wait(JobId id, bool help, Clock::duration timeout);
 
-  // Threads stop after the chunks that they have taken, two at most; waiters get a runtime_error; no buffer is touched after it returns.
+  // Threads stop after the chunks that they have taken, two at most; waiters get a runtime_error; no buffer is touched
+  // after it returns.
   void close();
 
   // False while a start call is out, or in the child of a fork, where the threads do not exist and the mutex may be

@@ -116,8 +116,7 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
         } else if constexpr (Listed) {
           _mm_prefetch(next[r] + c, _MM_HINT_T0);
         } else {
-          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.far, _MM_HINT_T1);
-          _mm_prefetch(reinterpret_cast<const char*>(row[r] + c) + ahead.near, _MM_HINT_T0);
+          prefetch(row[r] + c, ahead);
         }
         key[r] = Key::load(row[r] + c);
       }

@@ -64,7 +64,7 @@ constexpr Ahead kAheadBytes = {4 << 10, 12 << 10};
 
 // Bytes to what is prefetched beside each of the rows (a sketch's: blocks) up to `end`, of which `step` are worked on at
 // a time. At the end of the block's `count` rows it goes on in the block that the thread scans next (or so nearly: what
-// is asked for is never read here, and may be anything); 0, which asks for nothing new, where that is not known, and
+// is asked for is never read here, and may be anything). 0, which asks for nothing new, where that is not known, and
 // where there is one row, whose stride means nothing.
 static inline Ahead bytes_ahead(const ScanBlock& block, std::int64_t count, std::int64_t stride_bytes, std::int64_t end,
                                 std::int64_t step) {
@@ -77,6 +77,12 @@ static inline Ahead bytes_ahead(const ScanBlock& block, std::int64_t count, std:
     return static_cast<const char*>(block.next) - behind + distance * stride_bytes;
   };
   return {ahead(kAheadBytes.near), ahead(kAheadBytes.far)};
+}
+
+// Asks for what lies ahead of `at`.
+static inline __attribute__((always_inline)) void prefetch(const void* at, Ahead ahead) {
+  __builtin_prefetch(static_cast<const char*>(at) + ahead.far, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(at) + ahead.near, 0, 3);
 }
 
 using ScanFn = void (*)(const ScanBlock&);

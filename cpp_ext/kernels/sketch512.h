@@ -34,8 +34,7 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
   };
   for (std::int64_t c = 0; c < d; c += 16) {
     const __mmask16 mask = lanes(c);
-    _mm_prefetch(scales + 4 * c + ahead.far, _MM_HINT_T1);
-    _mm_prefetch(scales + 4 * c + ahead.near, _MM_HINT_T0);
+    prefetch(scales + 4 * c, ahead);
     const __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * c));
     const __m512 zero = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * (d + c)));
     const __m512 centre = _mm512_fmadd_ps(_mm512_set1_ps(middle), scale, zero);
@@ -96,10 +95,7 @@ inline __attribute__((always_inline)) void part(const unsigned char* codes, std:
     for (int t = 0; t < T; ++t) {
       const int vector = (First + t) / kPlaces;
       const int place = (First + t) % kPlaces;
-      if (place == 0) {
-        _mm_prefetch(vectors + 64 * vector + ahead.far, _MM_HINT_T1);
-        _mm_prefetch(vectors + 64 * vector + ahead.near, _MM_HINT_T0);
-      }
+      if (place == 0) prefetch(vectors + 64 * vector, ahead);
       const __m512i packed = _mm512_loadu_si512(vectors + 64 * vector);
       // A code may stay where it is in its byte: its sums are then a power of two larger.
       code[t] = in_place(t) ? _mm512_and_si512(packed, _mm512_set1_epi8(static_cast<char>(kLargest << (Bits * place))))

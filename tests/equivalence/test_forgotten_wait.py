@@ -70,6 +70,18 @@ def start(zoo: ModelZoo, llm: LLM, settings: Settings = SETTINGS) -> SideBySide:
     return run
 
 
+def forgotten_in_decode_is_caught(
+    zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, settings: Settings, kind: Any
+) -> None:
+    with engine(zoo.directory(NAME), settings) as llm:
+        run = start(zoo, llm, settings)
+        run.decode(1)
+        forgotten = forget(monkeypatch, kind)
+        with pytest.raises(AssertionError, match=r"decode step \d+: (sequence|logits)"):
+            run.decode(19)
+    assert forgotten
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_caught_where_nothing_is_forgotten(
     zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, case: str
@@ -93,13 +105,7 @@ def test_nothing_is_caught_where_nothing_is_forgotten(
 )
 def test_of_a_transfer_in_decode(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, settings: Settings, kind: Any) -> None:
     """At a partial budget what is poisoned may not be chosen, but then something else is wrongly chosen."""
-    with engine(zoo.directory(NAME), settings) as llm:
-        run = start(zoo, llm, settings)
-        run.decode(1)
-        forgotten = forget(monkeypatch, kind)
-        with pytest.raises(AssertionError, match=r"decode step \d+: (sequence|logits)"):
-            run.decode(19)
-    assert forgotten
+    forgotten_in_decode_is_caught(zoo, monkeypatch, settings, kind)
 
 
 def is_of(dtype: torch.dtype, wanted: str) -> Callable[[list[Tensor], str], bool]:
@@ -133,14 +139,7 @@ def is_scales(wanted: str) -> Callable[[list[Tensor], str], bool]:
     ids=["codes and V", "scales", "aged scales", "aged codes", "aged sketch", "query", "fp16", "aged fp16"],
 )
 def test_of_quantised_keys(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, keys_as: Any, kind: Any) -> None:
-    settings = Settings(window=16, keep=0.1, **keys_as)
-    with engine(zoo.directory(NAME), settings) as llm:
-        run = start(zoo, llm, settings)
-        run.decode(1)
-        forgotten = forget(monkeypatch, kind)
-        with pytest.raises(AssertionError, match=r"decode step \d+: (sequence|logits)"):
-            run.decode(19)
-    assert forgotten
+    forgotten_in_decode_is_caught(zoo, monkeypatch, Settings(window=16, keep=0.1, **keys_as), kind)
 
 
 @pytest.mark.parametrize("kind", [is_fetch, is_host_rows], ids=["fetched rows", "aged rows"])
