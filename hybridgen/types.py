@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,6 +83,16 @@ class Positions:
 
     index: Tensor
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.index, *(table for tables in self.rotary.values() for table in tables)]
+
+    def held(self, hold: Callable[[Hashable, Tensor], Tensor]) -> Positions:
+        """The same ones, each where `hold(name, tensor)` puts it."""
+        rotary = {}
+        for rope, (cos, sin) in self.rotary.items():
+            rotary[rope] = hold(("cos", rope), cos), hold(("sin", rope), sin)
+        return Positions(hold("positions", self.index), rotary)
 
 
 DTYPES: dict[str, torch.dtype] = {

@@ -25,6 +25,7 @@ from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_a
 from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.kv_cache.quantize import SKETCH_BITS, SKETCH_BLOCK, make_sketch, sketch_logits
 from hybridgen.kv_cache.sketch_kernel import score_sketch
+from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
@@ -67,7 +68,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
-    for check in (*checks, check_wide_choice, check_sketch_scores, check_fetches, check_attention):
+    for check in (*checks, check_wide_choice, check_sketch_scores, check_fetches, check_attention, check_norms):
         check(device, generator)
         print(check.__name__, flush=True)
     print("OK")
@@ -246,6 +247,21 @@ def check_attention(device: torch.device, generator: torch.Generator) -> None:
         torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-5)
         total = torch.logsumexp(torch.cat(logits, -1), -1).reshape(batch, heads)
         torch.testing.assert_close(log_sum, total, rtol=1e-5, atol=1e-5)
+
+
+def check_norms(device: torch.device, generator: torch.Generator) -> None:
+    """LayerNorm and RMSNorm of a few rows, also far from zero, against float64."""
+    for rows, width, offset in ((1, 5120, 0.0), (3, 576, 30.0), (64, 24, -5.0)):
+        x = torch.randn(rows, width, generator=generator, device=device) + offset
+        weight, bias = torch.randn(2, width, generator=generator, device=device)
+        exact, scale, shift = x.double(), weight.double(), bias.double()
+        layer_norm = torch.nn.functional.layer_norm(exact, (width,), scale, shift, 1e-5)
+        torch.testing.assert_close(norm_rows(x, weight, bias, 1e-5).double(), layer_norm, rtol=1e-4, atol=1e-4)
+        rms_norm = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * scale
+        torch.testing.assert_close(norm_rows(x, weight, None, 1e-6).double(), rms_norm, rtol=1e-5, atol=1e-5)
+        half = norm_rows(x.half(), weight.half(), None, 1e-6)
+        assert half.dtype is torch.float16
+        torch.testing.assert_close(half.double(), rms_norm, rtol=4e-3, atol=4e-3)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import Ticket
 from hybridgen.types import LayerPlan, TokenSelection
 
@@ -31,6 +32,8 @@ class DecodePlace:
 class LayerAttention(ABC):
     """One layer's KV and decode attention, for the sequences of one micro-batch."""
 
+    #: Who launches what this layer does in every step.
+    pieces: Pieces = Pieces()
     #: The loop hands in a predicted query (`submit`) one layer ahead.
     predicts: bool = False
     #: Rows of each sequence in the host tier as the last scan saw them; None without a host tier.

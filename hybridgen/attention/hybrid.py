@@ -24,6 +24,7 @@ from hybridgen.attention.base import (
     group_by_kv_head,
     joint_attention,
 )
+from hybridgen.kv_cache.host_keys import DeviceScan
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
@@ -43,6 +44,8 @@ from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_s
 from hybridgen.types import LayerPlan, TokenSelection
 
 _log = logging.getLogger(__name__)
+
+Scores = Tensor | DeviceScan | None  # logits, or a scan that will run in the stream of whoever asks for them
 
 
 class HybridAttention(LayerAttention):
@@ -109,22 +112,19 @@ class HybridAttention(LayerAttention):
                 keys = self._kv.host_keys.scanned()
                 self._scan = self._worker.submit(query, keys, sizes, scale, self._layer, rows, self._listed_copy)
         self._submitted = self._transfer.mark()
-        if self._scan is not None and self._scan.on_device:
+        if isinstance(self._scan, DeviceScan):
             self.choose()  # at once: choice and fetch run beside the layer before
 
     def choose(self) -> None:
         if self._limits is None:
             return
         assert self._query is not None
-        scan, on_device = self._scan, self._scan is not None and self._scan.on_device
-        logits = None if scan is None or on_device else scan.logits()
+        scan = self._scan
+        scores = None if scan is None else scan if isinstance(scan, DeviceScan) else scan.logits()
         with self._transfer.beside(self._submitted):
             self._transfer.hand_over(self._query)
-            if scan is not None and on_device:
-                with self._telemetry.span("scan", self._layer, row="beside"):
-                    logits = scan.logits()
             with self._telemetry.span("choose", self._layer, row="beside"):
-                self.selection = self._selected(self._query, logits, self._limits)
+                self.selection = self._selected(self._query, scores, self._limits)
                 self._chosen = self._transfer.mark()
                 if scan is not None:
                     scan.release(self._chosen)
@@ -141,9 +141,9 @@ class HybridAttention(LayerAttention):
             self._chosen.wait()  # the choice reads the window, and the new token is not in it
             if self._fetch is not None:
                 self._fetch.wait()
-        self._kv.append(key, value, place.slots)
         with self._telemetry.span("attention", self._layer):
-            context, log_sum = self._attend(query, self.selection, want_log_sum=plan.probe_mass)
+            context, log_sum = self._write_and_attend(query, key, value, place.slots, plan.probe_mass)
+        self._kv.grow()
         if log_sum is not None and max(self.host_lengths):
             self._probe(query, log_sum)
         return context.to(query.dtype).reshape(query.shape[0], -1)
@@ -161,12 +161,13 @@ class HybridAttention(LayerAttention):
             _log.warning("layer %d keeps %s: %s", self._layer, self.key_kind, self._kv.notes.pop(0))
         return self._kv.pending()
 
-    def _selected(self, query: Tensor, logits: Tensor | None, limits: KeepLimits) -> TokenSelection:
+    def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
         """The choice in rows of the host tier, from logits [B, Hq, n] of the scored ones (None: all are kept)."""
         candidates = self._candidates
-        if logits is None:
+        if scores is None:
             assert candidates is not None
             return keep_all(candidates.rows.to(torch.int64), limits.scored, self.host_lengths)
+        logits = scores.logits() if isinstance(scores, DeviceScan) else scores
         chosen, p = self._select(query, logits, limits, want_p=candidates is not None)
         if candidates is not None:
             assert self._plan is not None and p is not None
@@ -181,6 +182,14 @@ class HybridAttention(LayerAttention):
         return replace(chosen, host_lengths=self.host_lengths)
 
     # What `attention/native.py` and the GPU's kernels do in their own way
+
+    def _write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, want_log_sum: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new token into the window, then `_attend`."""
+        assert self.selection is not None
+        self._kv.write(key, value, slots)
+        return self._attend(query, self.selection, want_log_sum)
 
     def _select(
         self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool

@@ -1,11 +1,18 @@
-"""HybridGen's attention on a GPU: choice and attention in a few Triton kernels instead of dozens of launches."""
+"""HybridGen's attention on a GPU: choice and attention in a few Triton kernels instead of dozens of launches.
+
+Choice and attention are pieces (offload/pieces.py): on replay they cost the host one launch each.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from hybridgen.attention.decode_kernel import attend_rows
-from hybridgen.attention.hybrid import HybridAttention
+from hybridgen.attention.hybrid import HybridAttention, Scores
+from hybridgen.kv_cache.host_keys import DeviceScan
 from hybridgen.selection.budget import KeepLimits
 from hybridgen.selection.choose_kernel import choose_rows
 from hybridgen.types import TokenSelection
@@ -14,19 +21,45 @@ from hybridgen.types import TokenSelection
 class CudaHybridAttention(HybridAttention):
     """`HybridAttention` with the kernels of `selection/choose_kernel.py` and `attention/decode_kernel.py`."""
 
+    _context: Tensor | None = None
+
+    def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
+        if self._candidates is not None:  # which are learned from every choice, by the host's leave
+            return super()._selected(query, scores, limits)
+        # What depends on the step is put on the device here: in a piece it would be what the capture saw.
+        sizes = (limits.widest, limits.mass, limits.extra_thousandths, *limits.scored)
+        inputs: tuple[object, ...] = (query, limits.on(query.device), *sizes)
+        inputs += (*scores.inputs(),) if isinstance(scores, DeviceScan) else (scores,)
+        return self.pieces.run("choose", inputs, partial(super()._selected, query, scores, limits))
+
     def _select(
         self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         kv = self._kv
-        return choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale)
+        chosen, p = choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale)
+        return chosen, p if want_p else None
 
-    def _attend(self, query: Tensor, chosen: TokenSelection, want_log_sum: bool) -> tuple[Tensor, Tensor | None]:
-        kv, keys, values = self._kv, None, None
+    def _write_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, want_log_sum: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        chosen, kv, fetched = self.selection, self._kv, None
+        assert chosen is not None
         if self._fetch is not None:
-            keys, values = self._fetch.targets
+            fetched = self._fetch.targets
             self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
             self._fetch = None
-        context, log_sum = attend_rows(
-            query, kv.keys, kv.values, kv.empty, keys, values, chosen.counts, self._spec.scale
-        )
+        if self._context is None:  # its place does not change when this piece does: the next ones read it
+            self._context = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = self._context
+
+        def work() -> tuple[Tensor, Tensor]:
+            kv.write(key, value, slots)
+            host_keys, host_values = fetched or (None, None)
+            scale = self._spec.scale
+            return attend_rows(
+                query, kv.keys, kv.values, kv.empty, host_keys, host_values, chosen.counts, scale, out
+            )
+
+        inputs = (query, key, value, slots, chosen.counts, *(fetched or ()))
+        context, log_sum = self.pieces.run("attend", inputs, work)
         return context, log_sum if want_log_sum else None

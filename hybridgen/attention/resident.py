@@ -20,7 +20,8 @@ class ResidentAttention(LayerAttention):
         self._kv = kv
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
-        self._kv.append(key, value, place.index)
+        self.pieces.run("append", (key, value, place.index), lambda: self._kv.write(key, value, place.index))
+        self._kv.grow()
         longest = max(place.lengths)
         # The heads of a group are queries of one KV head, so no KV row is copied or read twice.
         context = F.scaled_dot_product_attention(
@@ -30,7 +31,7 @@ class ResidentAttention(LayerAttention):
             attn_mask=place.resident_mask,
             scale=self._spec.scale,
         )
-        return context.reshape(query.shape[0], -1)
+        return self.pieces.hold("context", context.reshape(query.shape[0], -1))
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         self._kv.load_past(sequence, keys, values)

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridgen.attention.base import DecodePlace, LayerAttention
 from hybridgen.engine.schedule import Schedule
 from hybridgen.kv_cache.layout import WindowLayout
+from hybridgen.offload.pieces import Pieces
 from hybridgen.types import StepPlan
 
 MakeLayers = Callable[[int, int], list[LayerAttention]]
@@ -26,13 +27,14 @@ class MicroBatch:
         layout: WindowLayout,
         layers: list[LayerAttention],
         device: torch.device,
+        pieces: Pieces,
     ) -> None:
-        """members: which sequences of the batch these are."""
+        """members: which sequences of the batch these are; pieces: of what is not attention's."""
         self.members = members
         self.capacity = capacity
         self.layers = layers
         self.lengths = [0] * len(members)
-        self.device = device
+        self.device, self.pieces = device, pieces
         #: [layers, B, hidden]: what the last token's residual stream changed by in each layer (predictor `delta`).
         self.changes: Tensor | None = None
         self._layout = layout
@@ -54,7 +56,8 @@ class MicroBatch:
         if min(self.lengths) < longest:
             rows = torch.arange(longest, device=index.device)
             mask = (rows <= index.unsqueeze(1)).view(len(self.members), 1, 1, longest)
-        return DecodePlace(index, slots, self.lengths, mask)
+        hold = self.pieces.hold
+        return DecodePlace(hold("index", index), hold("slots", slots), self.lengths, mask)
 
 
 class Batch:
@@ -68,6 +71,7 @@ class Batch:
         make_layers: MakeLayers,
         device: torch.device,
         schedule: Schedule,
+        make_pieces: Callable[[], Pieces] = Pieces,
     ) -> None:
         """capacities: tokens that each sequence may reach; micro_batch: sequences of one, 0 for all."""
         if not capacities or min(capacities) < 1:
@@ -82,7 +86,7 @@ class Batch:
             members = range(start, min(start + size, len(capacities)))
             capacity = max(capacities[member] for member in members)
             layers = make_layers(len(members), capacity)
-            self.micro_batches.append(MicroBatch(members, capacity, layout, layers, device))
+            self.micro_batches.append(MicroBatch(members, capacity, layout, layers, device, make_pieces()))
 
     @property
     def lengths(self) -> list[int]:

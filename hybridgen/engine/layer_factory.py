@@ -72,6 +72,7 @@ class LayerFactory:
                 layers.append(ResidentAttention(spec, kv))
             else:
                 layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
+            layers[-1].pieces = self._memory.transfer.pieces()
         return layers
 
     def _slabs(self, sequences: int, capacity: int) -> tuple[HostSlab, HostSlab]:

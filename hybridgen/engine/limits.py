@@ -32,7 +32,7 @@ def kernel_ms(llm: LLM, batch: Batch, tokens: Tensor) -> float | None:
     stream = torch.cuda.current_stream(llm.device)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     try:
-        with torch.profiler.profile(activities=activities) as profiler:
+        with llm.call_by_call(), torch.profiler.profile(activities=activities) as profiler:
             marker = torch.ones(1, device=llm.device)  # the compute stream, as the profiler numbers it
             llm.decode(batch, tokens)
             stream.synchronize()

@@ -7,6 +7,7 @@ result = llm.generate([llm.tokenizer.encode("Once upon a time")], max_new_tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -191,7 +192,8 @@ class LLM:
         if schedule is None:
             schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
         micro_batch = self.config.runtime.micro_batch
-        batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule)
+        pieces = self._transfer.pieces
+        batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule, pieces)
         if self.config.attention.predictor == "delta" and "lookahead" in self.modes:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
         return batch
@@ -215,6 +217,10 @@ class LLM:
         logits = self._runner.decode_step(batch, torch.as_tensor(tokens, device=self.device))
         self._machine.threads.end_step()
         return logits
+
+    def call_by_call(self) -> AbstractContextManager[None]:
+        """Inside, every kernel is launched by itself, none in a graph: a profiler tells them apart by their stream."""
+        return self._transfer.call_by_call()
 
     def observe(self, batch: Batch, timings: StepTimings) -> None:
         """Tell the batch's schedule what its last decode step has measured, as `generate` does."""

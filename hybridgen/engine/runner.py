@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from hybridgen.engine.batch import Batch, MicroBatch, last_rows
 from hybridgen.kv_cache.recall import QUERIES
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
+from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import Ticket
 from hybridgen.offload.weights import LayerWeightStore
 from hybridgen.telemetry import Telemetry
@@ -43,7 +45,9 @@ class Runner:
         self._check_step(batch, tokens)
         self._telemetry.enter_step()
         plan = batch.next_plan()
-        states = [_DecodeState(self.model, micro_batch, tokens) for micro_batch in batch.micro_batches]
+        # Weights that arrive in turn in one place are waited for as they are looked up: nothing for a piece.
+        streamed = self._weights.share < 1.0
+        states = [_DecodeState(self.model, micro_batch, tokens, streamed) for micro_batch in batch.micro_batches]
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
             for state in states:
@@ -59,18 +63,31 @@ class Runner:
         # The CPU first, then the link, then the device, which would else keep the other two waiting.
         if looks_ahead:
             with span("predict", following):
-                guess = state.x if state.changes is None else state.x + state.changes[layer]
-                predicted = model.query(following, self._weights.wait(following), guess, state.positions)
+                predicted = self._predict(following, state)
             state.layers[following].submit(predicted, plan.layers[following])
         attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
         with span("qkv", layer):
-            query, key, value = model.qkv(layer, weights, state.x, state.positions)
+            inputs = (state.x, *state.positions.tensors())
+            project = partial(model.qkv, layer, weights, state.x, state.positions)
+            query, key, value = state.pieces.run(("qkv", layer), inputs, project)
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
-            before, state.x = state.x, model.finish(layer, weights, state.x, context)
+            before = state.x
+            finish = partial(model.finish, layer, weights, before, context)
+            state.x = state.pieces.run(("mlp", layer), (before, context), finish)
             if state.changes is not None:
                 torch.sub(state.x, before, out=state.changes[layer])
         attention.age()
+
+    def _predict(self, layer: int, state: _DecodeState) -> Tensor:
+        """The layer's query by what the layer before it is given."""
+        x, changes, weights = state.x, state.changes, self._weights.wait(layer)
+
+        def predict() -> Tensor:
+            guess = x if changes is None else x + changes[layer - 1]
+            return self.model.query(layer, weights, guess, state.positions)
+
+        return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict)
 
     @torch.inference_mode()
     def prefill(
@@ -168,12 +185,14 @@ class Runner:
 class _DecodeState:
     """One micro-batch on its way through the layers of a decode step."""
 
-    def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor) -> None:
+    def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor, streamed: bool) -> None:
+        """streamed: whether weights come and go."""
         self.layers, self.changes = micro_batch.layers, micro_batch.changes
+        self.pieces = Pieces() if streamed else micro_batch.pieces
         self.place = micro_batch.next_place()
-        self.positions = model.positions(self.place.index)
-        members = micro_batch.members
-        self.x = model.embed(tokens[members.start : members.stop], self.positions)
+        positions, members = model.positions(self.place.index), micro_batch.members
+        self.x = micro_batch.pieces.hold("x", model.embed(tokens[members.start : members.stop], positions))
+        self.positions = positions.held(micro_batch.pieces.hold)
 
 
 class _PrefillState:

@@ -26,6 +26,7 @@ from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
 from hybridgen.offload.logit_worker import ScannedKeys, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
+from hybridgen.selection.budget import per_sequence
 
 Shape = tuple[int, int, int, int]
 
@@ -283,10 +284,12 @@ class DeviceSketchedKeys(SketchedKeys):
 class DeviceScan(ScanTicket):
     """A scan by the device: it runs in the stream of whoever asks for the logits."""
 
-    on_device = True
-
     def __init__(self, query: Tensor, sketch: Tensor, bits: int, lengths: list[int], scale: float) -> None:
         self._query, self._sketch, self._bits, self._lengths, self._scale = query, sketch, bits, lengths, scale
+
+    def inputs(self) -> tuple[object, ...]:
+        """All that the logits depend on beside the query, on the device already."""
+        return self._sketch, per_sequence(self._lengths, self._query.device), max(self._lengths)
 
     def logits(self) -> Tensor:
         if self._query.is_cuda:

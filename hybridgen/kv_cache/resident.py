@@ -19,10 +19,13 @@ class ResidentKV:
         self.lengths = [0] * batch
         self._rows = torch.arange(batch, device=device)
 
-    def append(self, key: Tensor, value: Tensor, index: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, index: Tensor) -> None:
         """One token a sequence: key, value [B, Hkv, d] at positions `index` [B] (int64, on the device)."""
         self.keys[self._rows, :, index] = key
         self.values[self._rows, :, index] = value
+
+    def grow(self) -> None:
+        """The sequences have the tokens that were written."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:

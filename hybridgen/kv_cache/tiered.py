@@ -59,12 +59,15 @@ class TieredKV:
     def window_length(self, sequence: int) -> int:
         return max(0, self.lengths[sequence] - self.layout.sinks) - self.host_lengths[sequence]
 
-    def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """One token a sequence: key, value [B, Hkv, d] into `slots` [B] (layout.slot of its position)."""
         self.keys[self._rows, :, slots] = key
         self.values[self._rows, :, slots] = value
         # Not by an assignment: that would send the scalar from pageable memory, and wait for the stream.
         self.empty.view(len(self.lengths), -1).scatter_(1, slots.unsqueeze(1), False)
+
+    def grow(self) -> None:
+        """The sequences have the tokens that were written."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def age(self) -> None:

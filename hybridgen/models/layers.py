@@ -1,4 +1,4 @@
-"""Mathematics that the model families share: rotary tables, rotation, causal attention of a prefill piece."""
+"""Mathematics that the model families share: rotary tables, rotation, norms, causal attention of a prefill piece."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridgen.models.spec import LayerSpec, RopeSpec
 
+FEW_ROWS = 64  # of a decode step
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """Rotation per position of each channel pair, float32 [head_dim/2]."""
@@ -41,6 +42,17 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, turned, sin)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of x [T, hidden], or without a bias RMSNorm."""
+    if x.is_cuda and x.shape[0] <= FEW_ROWS:
+        from hybridgen.models.norm_kernel import norm_rows  # Triton: only where there is a GPU
+
+        return norm_rows(x, weight, bias, eps)
+    if bias is None:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:

@@ -20,7 +20,7 @@ from hybridgen.models.config_fields import (
     require_size,
     rope_from_config,
 )
-from hybridgen.models.layers import rotate
+from hybridgen.models.layers import norm, rotate
 from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
@@ -114,4 +114,4 @@ class LlamaModel(DecoderModel):
         return F.linear(self._norm(x, self.weights["norm"]), head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+        return norm(x, weight, None, self.spec.norm_eps)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel, LayerWeights
 from hybridgen.models.config_fields import common_fields, layers_from_config, require_size
+from hybridgen.models.layers import norm
 from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
@@ -127,4 +128,4 @@ class OPTModel(DecoderModel):
         return F.linear(self._norm(x, self.weights, "norm"), head).float()
 
     def _norm(self, x: Tensor, w: LayerWeights, name: str) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), w[name], w[f"{name}_bias"], self.spec.norm_eps)
+        return norm(x, w[name], w[f"{name}_bias"], self.spec.norm_eps)

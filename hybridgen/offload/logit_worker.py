@@ -7,6 +7,7 @@ host: on CUDA the copy's stream itself starts the job, no Python thread stands b
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -47,19 +48,19 @@ class ScannedKeys:
     mean: HostBuffer | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Buffers:
     """What one scan in flight needs, in host memory that the device sees."""
 
     query: HostBuffer  # float32 [B, Hq, d]
     logits: HostBuffer  # float32 [B, Hq, N]
     last_use: Ticket  # after which they may be written again
+    place: tuple[int, ...]  # where they are kept when free: shape of the query, and whether the layer is odd
+    number: int  # the lowest is used first
 
 
 class ScanTicket:
     """A scan under way."""
-
-    on_device = False  # whether the device does it, and nobody has to wait
 
     def __init__(self, worker: LogitWorker, job: int, buffers: _Buffers, layer: int, length: int) -> None:
         self._worker, self._job, self._buffers = worker, job, buffers
@@ -75,7 +76,7 @@ class ScanTicket:
     def release(self, after: Ticket) -> None:
         """Once `after` is over the logits are not needed any more."""
         self._buffers.last_use = after
-        self._worker._free[_key(self._buffers)].append(self._buffers)
+        self._worker._free[self._buffers.place].append(self._buffers)
 
 
 def selected_isa() -> str:
@@ -97,6 +98,7 @@ class LogitWorker:
         self._device = device
         self._lazy = isinstance(transfer, LazyTransfer)
         self._free: dict[tuple[int, ...], list[_Buffers]] = {}
+        self._numbers = itertools.count()
 
     @property
     def threads(self) -> int:
@@ -152,7 +154,7 @@ class LogitWorker:
             if max(lengths) > listed.shape[2]:
                 raise ValueError(f"lengths: {lengths} do not fit rows of shape {tuple(listed.shape)}")
 
-        buffers = self._take_buffers(batch, heads, tokens, dim)
+        buffers = self._take_buffers(batch, heads, tokens, dim, layer)
         copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
         if self._lazy:
             buffers.logits.tensor.fill_(float("nan"))
@@ -198,22 +200,21 @@ class LogitWorker:
         self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
         return logits
 
-    def _take_buffers(self, batch: int, heads: int, length: int, dim: int) -> _Buffers:
-        free = self._free.setdefault((batch, heads, dim), [])
+    def _take_buffers(self, batch: int, heads: int, length: int, dim: int, layer: int) -> _Buffers:
+        """The same ones for a layer in every step, so that what reads them may be a piece (offload/pieces.py)."""
+        place = (batch, heads, dim, layer % 2)  # while one layer's are read, the next one's are written
+        free = self._free.setdefault(place, [])
         if free:
-            buffers = free.pop(0)
+            buffers = min(free, key=lambda some: some.number)
+            free.remove(buffers)
             buffers.last_use.wait_host()
             if buffers.logits.tensor.shape[2] >= length:
                 return buffers
-        # None is free, or it is from a shorter request and makes way: at most two are in flight.
+        # None is free, or it is from a shorter request and makes way.
         shapes = ((batch, heads, dim), (batch, heads, length))
         slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
         query, logits = (slab.take(shape, torch.float32) for shape in shapes)
-        return _Buffers(query, logits, Ticket())
-
-
-def _key(buffers: _Buffers) -> tuple[int, ...]:
-    return tuple(buffers.query.tensor.shape)
+        return _Buffers(query, logits, Ticket(), place, next(self._numbers))
 
 
 def _check_scanned(keys: ScannedKeys, query: Tensor) -> int:

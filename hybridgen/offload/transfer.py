@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer
+from hybridgen.offload.pieces import CudaRecorder, GraphPieces, Pieces, RepeatRecorder
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -89,12 +90,21 @@ class TransferEngine(ABC):
     def beside(self, after: Ticket, stream: str = "beside") -> AbstractContextManager[None]:
         """What is issued inside runs beside the compute stream, once `after` is over.
 
-        stream: `beside` or `weights`, which neither wait for each other nor for copies.
+        stream: `beside`, `weights` or `assembly`, which neither wait for each other nor for copies.
         """
         return nullcontext()
 
     def hand_over(self, *tensors: Tensor) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """These tensors, made in another stream, are used in the running one."""
+
+    def pieces(self) -> Pieces:
+        """For a layer or a micro-batch: what it does again and again on the device."""
+        return Pieces()
+
+    @contextmanager
+    def call_by_call(self) -> Iterator[None]:
+        """Inside, pieces are launched call by call: for those who look at single kernels."""
+        yield
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         return self._issue([target], lambda: target.copy_(source), "h2d", [source])
@@ -145,7 +155,10 @@ class _LazyTicket(Ticket):
 
 
 class LazyTransfer(ImmediateTransfer):
-    """Nothing is done before `wait`; until then the target holds NaN."""
+    """Nothing is done before `wait`; until then the target holds NaN. Pieces do what was first recorded."""
+
+    def pieces(self) -> Pieces:
+        return GraphPieces(RepeatRecorder())
 
     def _issue(
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
@@ -222,8 +235,20 @@ class CudaTransfer(TransferEngine):
         self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights")}
+        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._recorder = CudaRecorder(device, lambda: self._running.stream)
+
+    def pieces(self) -> Pieces:
+        return GraphPieces(self._recorder)
+
+    @contextmanager
+    def call_by_call(self) -> Iterator[None]:
+        before, self._recorder.enabled = self._recorder.enabled, False
+        try:
+            yield
+        finally:
+            self._recorder.enabled = before
 
     def follow(self) -> None:
         self._running.stream = torch.cuda.current_stream(self._device)

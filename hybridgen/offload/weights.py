@@ -123,8 +123,9 @@ class LayerWeightStore:
             tensors[name] for tensors, layer in zip(resident, split.layers, strict=True) for name in layer.host_rows
             if name in tensors
         ]  # fmt: skip
-        with transfer.beside(transfer.mark(), "weights"):
-            transfer.hand_over(*slots, *split_matrices)
+        for stream in ("weights", "assembly"):
+            with transfer.beside(transfer.mark(), stream):
+                transfer.hand_over(*slots, *split_matrices)
 
     def issue(self, layer: int) -> None:
         """`layer` is the next to run: what of it and of the `depth` layers after it is not there yet is sent for.
@@ -168,14 +169,17 @@ class LayerWeightStore:
         transfer, resident, views = self._transfer, self._resident[layer], self._views[slot][layer]
         tickets: dict[str, list[Ticket]] = {}
         span = transfer.telemetry.span("weights", layer, row="weights") if timed else nullcontext()
-        with transfer.beside(transfer.mark(), "weights"), span:
+        free = transfer.mark()
+        with transfer.beside(free, "weights"), span:
             for name, buffer in self._host.layers[layer].items():
-                whole = views[name]
-                staying = whole.shape[0] - buffer.tensor.shape[0]
-                tickets[name] = [transfer.bring(whole[staying:], buffer.tensor, "h2d")]
+                arriving = views[name][-buffer.tensor.shape[0] :]
+                self._last = transfer.bring(arriving, buffer.tensor, "h2d")
+                tickets[name] = [self._last]
+        with transfer.beside(free, "assembly"):  # the link does not stand still meanwhile
+            for name, buffer in self._host.layers[layer].items():
+                staying = views[name].shape[0] - buffer.tensor.shape[0]
                 if staying:
-                    tickets[name].append(transfer.bring(whole[:staying], resident[name], None))
-                self._last = tickets[name][-1]
+                    tickets[name].append(transfer.bring(views[name][:staying], resident[name], None))
         self._slots[slot] = layer
         self._ready[layer] = _StagedLayer({**resident, **views}, tickets)
 

@@ -56,6 +56,10 @@ class KeepLimits:
         """K, where the rule's own number is `count`."""
         return min(scored, -(-count * self.extra_thousandths // 1000))
 
+    def on(self, device: torch.device) -> Tensor:
+        """int64 [3 B, 1]: scored, least and most."""
+        return per_sequence([*self.scored, *self.least, *self.most], device)
+
     @property
     def widest(self) -> int:
         """The largest K there can be."""

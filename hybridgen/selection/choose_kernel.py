@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridgen.selection.budget import KeepLimits, per_sequence
+from hybridgen.selection.budget import KeepLimits
 from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
 from hybridgen.types import TokenSelection
 
@@ -236,7 +236,7 @@ def choose_rows(
     if stride % unit != 0:
         unit = 1
     assert batch == 1 or host_logits.stride(0) == heads * stride
-    numbers = per_sequence([*limits.scored, *limits.least, *limits.most], device)
+    numbers = limits.on(device)
     # The rows of logits, those of p, then each piece's maximum and sum, in one piece of memory, as an allocation costs
     # the host about what a launch does. So with rows and counts of the result.
     padded = host_splits * split

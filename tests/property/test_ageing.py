@@ -105,7 +105,8 @@ class Walk:
             self.admit()
         pairs = [self._new_row(sequence) for sequence in range(len(self.lengths))]
         slots = torch.tensor([self.kv.layout.slot(length) for length in self.lengths])
-        self.kv.append(torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs]), slots)
+        self.kv.write(torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs]), slots)
+        self.kv.grow()
         self.lengths = [length + 1 for length in self.lengths]
         for _ in range(1 + again):
             self.kv.age()
