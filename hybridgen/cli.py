@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -20,9 +18,7 @@ from hybridgen.config import (
     strategy_names,
 )
 from hybridgen.errors import ConfigError, HybridGenError
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+from hybridgen.quantities import parse_size, parse_tokens
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,24 +26,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
-def parse_tokens(text: str) -> int:
-    """`2048`, `2k`, `32k` (k = 1024)."""
-    number, unit = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    if not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 2048 or 32k")
-    return int(number) * unit
-
-
-def parse_size(text: str) -> int:
-    """Bytes: `24GiB`, `500MiB`, `24g` (powers of 1024; `GB` is 1000**3)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GiB")
-    unit = (match[3] or "").lower()
-    base = 1000 if unit == "b" and match[2] else 1024
-    return math.floor(float(match[1]) * float(base ** _POWERS[match[2].lower()]))
 
 
 def parse_keep(text: str) -> float | int:
@@ -86,7 +64,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--lookahead", "attention.lookahead", str, "MODE", "select (by predicted query), logits (weigh by it) or off"),
     ("--key-type", "cache.key_type", str, "T", "of the host's keys: auto (the dtype), fp32, fp16, bf16 or int8"),
     ("--sketch", "cache.sketch", str, "S", "scored in place of the host's keys: none, int4 or int2"),
-    ("--sketch-home", "cache.sketch_home", str, "H", "host, where the CPU scores by it, or gpu"),
+    ("--sketch-home", "cache.sketch_home", str, "H", "host, where the CPU scores by it, or gpu (default: if it fits)"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed, feedback, paper or replay:REPORT"),
     ("--target-ms", "schedule.target_ms", float, "X", "step time that --schedule feedback aims at"),
 ]  # fmt: skip

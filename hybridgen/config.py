@@ -6,11 +6,13 @@ that an error can say so. The dotted path of a field is its name everywhere.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from hybridgen.errors import ConfigError, UnknownNameError
+from hybridgen.quantities import parse_size, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     extend_positions: bool = False  # allow RoPE positions far beyond what the model was trained on
     exact_layers: tuple[int, ...] = (0, 1, 2)  # layers that never use a predicted query
-    exact_layers_mode: Literal["auto", "resident", "select"] = "auto"
+    # A number: so many of them, the first ones, are resident and the rest select.
+    exact_layers_mode: int | Literal["auto", "resident", "select"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class CacheConfig:
     # The host's keys: auto is the model's dtype; int8 replaces them. A sketch lies beside them and is scored instead.
     key_type: Literal["auto", "fp32", "fp16", "bf16", "int8"] = "auto"
     sketch: Literal["none", "int4", "int2"] = "none"
-    sketch_home: Literal["host", "gpu"] = "host"  # where it lies, and who scores by it
+    # Where it lies, and who scores by it. auto: the GPU if a memory budget has room, the host where there is none.
+    sketch_home: Literal["auto", "host", "gpu"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class PlacementConfig:
     # Layers whose streamed weights are under way while one runs. 2, not 1: the query predicted for layer i + 1
     # needs that layer's weights when layer i begins; with 1 they would be sent for only then.
     prefetch_depth: int = 2
-    gpu_memory_bytes: int | None = None  # None: 0.9 of what is free
+    gpu_memory_bytes: int | None = None  # never more than this (engine/memory_budget.py); None: 0.9 of what is free
     # Memory nodes of the host's K and V: local, semantic (K near, V far), interleave or inverse; near and far: which.
     memory: Literal["local", "semantic", "interleave", "inverse"] = "local"
     near_node: int | None = None  # None: the node of this process's cores
@@ -238,6 +243,15 @@ def build_config(settings: Mapping[str, Setting]) -> Config:
     return config
 
 
+def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with these settings, by their dotted paths; the values are taken as they are."""
+    for path, value in values.items():
+        section, name = path.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
 def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in content.items():
@@ -259,6 +273,9 @@ def _known_paths() -> dict[str, Any]:
 def _coerce(path: str, setting: Setting, hint: Any) -> Any:
     """The value as the field's type, or a ConfigError that says what is allowed."""
     value = setting.value
+    if isinstance(value, str) and (read := _reader(path)):  # as the flags read it
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            value = read(value)
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     options = typing.get_args(hint) if is_union else (hint,)
     for option in options:
@@ -277,7 +294,18 @@ def _coerce(path: str, setting: Setting, hint: Any) -> Any:
             return value
     if float in options and _is(value, int):
         return float(value)
-    raise ConfigError(f"{path} = {value!r} (from {setting.source}): allowed is {_describe(options)}")
+    words = _describe(options)
+    if read := _reader(path):
+        words += f" (a text such as {'24GiB' if read is parse_size else '32k'} is read, too)"
+    raise ConfigError(f"{path} = {value!r} (from {setting.source}): allowed is {words}")
+
+
+_TOKEN_COUNTS = ("run.seq", "run.gen", "cache.gpu_window", "cache.sinks", "runtime.prefill_chunk")
+
+
+def _reader(path: str) -> Callable[[str], int] | None:
+    """What reads a text such as `24GiB` or `32k`, where a size or a number of tokens is meant."""
+    return parse_size if path.endswith("_bytes") else parse_tokens if path in _TOKEN_COUNTS else None
 
 
 def _is(value: Any, wanted: type) -> bool:
@@ -330,6 +358,10 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "run.gen": ("a number of tokens >= 1", lambda v: v >= 1),
     "run.batch": ("a number of sequences >= 1", lambda v: v >= 1),
     "model.exact_layers": ("layer numbers >= 0", lambda v: all(layer >= 0 for layer in v)),
+    "model.exact_layers_mode": (
+        "'auto', 'resident', 'select' or a number of layers >= 0",
+        lambda v: not isinstance(v, int) or v >= 0,
+    ),
 }
 
 

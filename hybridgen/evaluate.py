@@ -19,12 +19,14 @@ import torch
 from tqdm import tqdm
 
 from hybridgen import __version__
-from hybridgen.cli import Parser, add_engine_flags, given_settings, parse_keep, parse_tokens, run_command
+from hybridgen.cli import Parser, add_engine_flags, given_settings, parse_keep, run_command
 from hybridgen.config import Config, Setting, Settings, build_config, merge_settings
 from hybridgen.engine import build
 from hybridgen.engine.admission import admit
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
+from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
+from hybridgen.engine.memory_budget import fit_weights
 from hybridgen.engine.report import current_commit, describe_machine, write_report
 from hybridgen.errors import ConfigError, InsufficientMemoryError, UnknownNameError
 from hybridgen.evaluation.paired import CONFIDENCE
@@ -33,6 +35,7 @@ from hybridgen.evaluation.quality_table import format_table
 from hybridgen.models.loading import weight_bytes
 from hybridgen.models.tokenizer import Tokenizer
 from hybridgen.placement.plan import MemoryPlan
+from hybridgen.quantities import parse_tokens
 
 TASKS = ("perplexity",)
 BATCH = 8  # passages at a time, unless --batch or --set says otherwise
@@ -116,11 +119,10 @@ def _run(argv: list[str]) -> int:
     with ExitStack() as stack:
         llms: list[LLM] = []
         for condition in conditions:
-            modes = build.resolve_modes(choice, condition.config, config.run.batch, context + decode)
             if llms:
-                llms.append(stack.enter_context(llms[0].sharing(condition.config, modes)))
+                llms.append(stack.enter_context(llms[0].sharing(condition.config)))
             else:
-                llms.append(stack.enter_context(LLM.from_parts(condition.config, choice, weights, modes)))
+                llms.append(stack.enter_context(LLM.from_parts(condition.config, choice, weights)))
             llms[-1].telemetry.enabled = False
         texts = _cut(llms[0].tokenizer, contents, arguments)
         return _evaluate(llms, conditions, texts, arguments)
@@ -265,7 +267,7 @@ def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, d
             f"what would fit: {next(fitting, 'a smaller model or --context')}"
         )
     admission = admit(choice, config, context, decode, batch)
-    print(replace(admission, plan=plan).describe())
+    print(replace(admission, plan=plan, chosen=()).describe())  # what was chosen holds for one condition alone
     return plan
 
 
@@ -273,12 +275,13 @@ def plan_conditions(choice: ModelChoice, conditions: Sequence[Condition], batch:
     """What all conditions need together: each has its own KV, everything else is used in turn."""
     total = MemoryPlan(device_is_host=choice.device.type == "cpu")
     for condition in conditions:
-        modes = build.resolve_modes(choice, condition.config, batch, capacity)
+        modes = layer_modes(condition.config, choice.spec.num_layers)
         plan = build.plan_memory(choice, condition.config, modes, batch, capacity)
         for items, more in ((total.device, plan.device), (total.host, plan.host)):
             for name, size in more.items():
                 items[name] = items.get(name, 0) + size if name in _KV_ITEMS else max(items.get(name, 0), size)
-    return build.place_weights(choice, _strategy(conditions).config, total)
+    config = _strategy(conditions).config
+    return fit_weights(choice, config, [total], build.memory_limits(config, choice.device))[1]
 
 
 def _load(choice: ModelChoice, config: Config) -> ObtainedWeights:

@@ -20,13 +20,14 @@ import torch
 from tqdm import tqdm
 
 from hybridgen.cli import Parser, add_engine_flags, given_settings, run_command
-from hybridgen.config import Config, build_config, configs_dir
+from hybridgen.config import Config, Settings, build_config, configs_dir
 from hybridgen.engine import build
 from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.generation import generate, timed
 from hybridgen.engine.limits import kernel_ms, limits
 from hybridgen.engine.llm import LLM
+from hybridgen.engine.memory_budget import WITHOUT_AUTO
 from hybridgen.engine.report import build_report, write_report
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.trace import TRACED_STEPS, build_trace, write_trace
@@ -80,7 +81,7 @@ def _run(argv: list[str]) -> int:
     if config.model.weights == "random" and not keep_given:
         config = _random_keep(config)
     wants_check = text is None and _wants_check(config, tokens)
-    admission = admit(choice, config, tokens, config.run.gen, config.run.batch, wants_check)
+    admission = admit(choice, config, tokens, config.run.gen, config.run.batch, wants_check, left_open(settings))
     config = _resolved(admission, choice, tokens)
     print(format_settings(config))
     print(admission.describe())
@@ -139,7 +140,8 @@ def _generate(
     if allocations is not None:
         allocations = (_allocations(llm) or 0) - allocations
     text = None if tokenizer is None else [_text(tokenizer, ids, eos) for ids in generation.output_ids]
-    report = build_report(llm, batch, generation, prompts.ids, text, prefill_s, admission.plan, strategy, allocations)
+    planned = admission.to_dict()
+    report = build_report(llm, batch, generation, prompts.ids, text, prefill_s, planned, strategy, allocations)
     if generation.ended_by == "length" and generation.steps:  # room for one more token is left
         last = torch.tensor([ids[-1] for ids in generation.output_ids])
         report |= limits(report, kernel_ms(llm, batch, last), read_ceilings())
@@ -162,14 +164,11 @@ def _generate(
 def _resolved(admission: Admission, choice: ModelChoice, tokens: int) -> Config:
     """The settings with what `auto` and the defaults came out as."""
     config = admission.config
-    exact = config.model.exact_layers_mode
-    if exact == "auto":
-        exact = "resident" if "resident" in admission.modes else "select"
     dtype: Any = str(choice.dtype).removeprefix("torch.")
     device: Any = choice.device.type
     return replace(
         config,
-        model=replace(config.model, dtype=dtype, exact_layers_mode=exact),
+        model=replace(config.model, dtype=dtype),
         runtime=replace(config.runtime, device=device),
         run=replace(config.run, seq=tokens),
     )
@@ -180,6 +179,12 @@ def _default_schedule(config: Config, given: bool) -> Config:
     if given or config.attention.executor == "full" or config.cache.sketch_home == "gpu":
         return config
     return replace(config, schedule=replace(config.schedule, mode="feedback"))
+
+
+def left_open(settings: Settings) -> list[str]:
+    """What the memory budget may choose though it has no `auto`, as nobody gave it. Only feedback aims at a time."""
+    given = settings.keys() | ({"schedule.mode"} if "schedule.target_ms" in settings else set())
+    return [path for path in WITHOUT_AUTO if path not in given]
 
 
 def _wants_check(config: Config, tokens: int) -> bool:

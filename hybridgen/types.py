@@ -9,8 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ExactMode = Literal["resident", "select"]
-
 
 @dataclass(frozen=True)
 class KeepRule:

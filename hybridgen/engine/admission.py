@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
-from hybridgen.config import Config
+from hybridgen.config import Config, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, all_resident
+from hybridgen.engine.memory_budget import Chosen, settle
 from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
 from hybridgen.models.loading import weight_bytes
-from hybridgen.placement.plan import MemoryPlan
+from hybridgen.placement.plan import GIB, MemoryPlan, format_bytes
 
 SEQ_STEP = 256  # a suggested --seq is a multiple of this
+# What stands where a setting was left open, by the dotted path: those that a memory budget may choose.
+_OPEN = {
+    "runtime.prefill_chunk": 0,
+    "schedule.most_extra": None,
+    "model.exact_layers_mode": "auto",
+    "cache.gpu_window": None,
+    "cache.sketch_home": "auto",
+    "placement.weights_on_gpu": "auto",
+}
 
 
 @dataclass(frozen=True)
@@ -29,37 +41,57 @@ class Admission:
     notes: list[str]
     limits: tuple[int | None, int]
     check_fits: bool  # room for full attention's own cache, to check the answer
-    config: Config  # as given, `--weights-on-gpu auto` settled
+    config: Config  # as given, and what was left open settled
+    chosen: tuple[Chosen, ...]  # what was left open
 
     def describe(self) -> str:
         runs = [(mode, [layer for layer, _ in run]) for mode, run in groupby(enumerate(self.modes), lambda m: m[1])]
         modes = ", ".join(f"{_span(layers)} {mode}" for mode, layers in runs)
         lines = [self.plan.describe(*self.limits), f"layers: {modes}"]
+        lines += ["chosen, as nothing was asked for:"] if self.chosen else []
+        lines += [f"    {choice.describe()}" for choice in self.chosen]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report: the plan, what it had to fit into, and what was chosen so that it does."""
+        device, host = self.limits
+        chosen = {choice.path: choice.value for choice in self.chosen}
+        return {**self.plan.to_dict(), "device_limit_bytes": device, "host_limit_bytes": host, "chosen": chosen}
 
 
 def admit(
-    choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int, wants_check: bool = False
+    choice: ModelChoice,
+    config: Config,
+    prompt_tokens: int,
+    gen: int,
+    batch: int,
+    wants_check: bool = False,
+    free: Collection[str] = (),
 ) -> Admission:
-    """Plan the job; InsufficientMemoryError holds the plan and the first change that would fit."""
+    """Plan the job; InsufficientMemoryError holds the plan and what would fit.
+
+    free: settings without an `auto` that nobody gave, see `memory_budget.WITHOUT_AUTO`.
+    """
     capacity = prompt_tokens + gen
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
     limits = build.memory_limits(config, choice.device)
-    if config.placement.gpu_memory_bytes is not None and choice.device.type != "cuda":
+    asked = config.placement.gpu_memory_bytes
+    if asked is not None and choice.device.type != "cuda":
         notes.append("there is no GPU: --gpu-memory has no effect")
-    modes = build.resolve_modes(choice, config, batch, capacity)
-    plan = build.plan_memory(choice, config, modes, batch, capacity)
-    if config.schedule.mode == "feedback" and config.schedule.most_extra > 1 and not plan.fits(*limits):
-        config = replace(config, schedule=replace(config.schedule, most_extra=1.0))
-        modes = build.resolve_modes(choice, config, batch, capacity)
-        plan = build.plan_memory(choice, config, modes, batch, capacity)
-        notes.append("no memory for more fetched rows than --schedule fixed has: feedback leaves K at its floor")
+    elif asked is not None and limits[0] is not None:
+        notes.append(f"planned with {build.PLANNED_SHARE:.0%} of --gpu-memory: a plan may be a little off")
+        if limits[0] < int(build.PLANNED_SHARE * asked):
+            free_bytes = format_bytes(round(limits[0] / build.PLANNED_SHARE))
+            notes.append(f"--gpu-memory {format_bytes(asked)} is more than is free: {free_bytes}")
+    settled = settle(choice, config, batch, capacity, limits, free)
+    plan, modes = settled.plan, settled.modes
     if not plan.fits(*limits):
         raise InsufficientMemoryError(
             f"{choice.spec.name} with {batch} x {capacity} tokens in {_name(choice.dtype)} does not fit\n"
-            f"{plan.describe(*limits)}\nwhat would fit: {_suggestion(choice, config, prompt_tokens, gen, batch)}"
+            f"{plan.describe(*limits)}\n{_more_room(choice, config, batch, capacity, free, plan)}"
+            f"what would fit: {_suggestion(choice, config, prompt_tokens, gen, batch, free)}"
         )
-    config = build.settled(config, plan)
+    config = settled.config
     full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"
@@ -73,15 +105,39 @@ def admit(
             plan = checked
         else:
             notes.append("no memory for full attention's own cache: the answer is not checked against it")
-    return Admission(plan, modes, notes, limits, check_fits, config)
+    return Admission(plan, modes, notes, limits, check_fits, config, settled.chosen)
 
 
-def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int) -> str:
+def _more_room(
+    choice: ModelChoice, config: Config, batch: int, capacity: int, free: Collection[str], plan: MemoryPlan
+) -> str:
+    """Lines that name each thing asked for without which the same job fits; `plan` is the one that does not."""
+    lines = []
+    for path, value in _OPEN.items():
+        section, name = path.split(".")
+        given = getattr(getattr(config, section), name)
+        if given == value or path in free or (value is None and given == getattr(getattr(Config(), section), name)):
+            continue
+        opened = config if value is None else with_settings(config, {path: value})
+        limits = build.memory_limits(opened, choice.device)
+        if settle(choice, opened, batch, capacity, limits, {*free, path}).plan.fits(*limits):
+            lines.append(f"it fits without {path} = {given}, which was asked for and so is not changed\n")
+    if config.placement.gpu_memory_bytes is not None and choice.device.type == "cuda":
+        without = replace(config, placement=replace(config.placement, gpu_memory_bytes=None))
+        if plan.fits(*build.memory_limits(without, choice.device)):
+            least = math.ceil(100 * plan.device_bytes / build.PLANNED_SHARE / GIB) / 100
+            lines.append(f"it fits with --gpu-memory {least:.2f}GiB\n")
+    return "".join(lines)
+
+
+def _suggestion(
+    choice: ModelChoice, config: Config, prompt_tokens: int, gen: int, batch: int, free: Collection[str]
+) -> str:
     """The first of: a smaller --seq, a smaller --dtype, another --weights-on-gpu, a smaller model."""
 
     def planned(candidate: ModelChoice, tokens: int, asked: Config = config) -> MemoryPlan:
-        modes = build.resolve_modes(candidate, asked, batch, tokens + gen)
-        return build.plan_memory(candidate, asked, modes, batch, tokens + gen)
+        limits = build.memory_limits(asked, candidate.device)
+        return settle(candidate, asked, batch, tokens + gen, limits, free).plan
 
     def fits(candidate: ModelChoice, tokens: int, asked: Config = config) -> bool:
         return planned(candidate, tokens, asked).fits(*build.memory_limits(asked, candidate.device))
@@ -94,7 +150,7 @@ def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: in
         return f"--seq {low * SEQ_STEP}"
     if choice.dtype == torch.float32 and fits(choice.with_dtype(torch.bfloat16), prompt_tokens):
         return "--dtype bfloat16"
-    automatic = replace(config, placement=replace(config.placement, weights_on_gpu="auto"))
+    automatic = with_settings(config, {"placement.weights_on_gpu": "auto"})
     if fits(choice, prompt_tokens, automatic):
         share = planned(choice, prompt_tokens, automatic).weights_on_gpu
         assert share is not None
@@ -103,7 +159,7 @@ def _suggestion(choice: ModelChoice, config: Config, prompt_tokens: int, gen: in
         return f"--weights-on-gpu {next(shares, share)}"
     sizes: list[tuple[int, str]] = []
     for alias in aliases():
-        named = replace(config, model=replace(config.model, name=alias))
+        named = with_settings(config, {"model.name": alias})
         try:
             other = build.choose_model(named)
         except HybridGenError:

@@ -6,7 +6,6 @@ from typing import Literal
 
 from hybridgen.config import Config, ModelConfig
 from hybridgen.errors import ConfigError
-from hybridgen.types import ExactMode
 
 LayerMode = Literal["resident", "select", "lookahead"]
 """resident: all KV on the device. select: tokens chosen by the true query, which is waited for.
@@ -18,13 +17,24 @@ def all_resident(num_layers: int) -> tuple[LayerMode, ...]:
     return tuple("resident" for _ in range(num_layers))
 
 
-def layer_modes(config: Config, num_layers: int, exact: ExactMode) -> tuple[LayerMode, ...]:
-    """One mode a layer. Layer 0 has no predecessor, so it is always exact."""
+def layer_modes(config: Config, num_layers: int) -> tuple[LayerMode, ...]:
+    """One mode a layer. Layer 0 has no predecessor, so it is always exact.
+
+    `auto` is resident, until a memory budget has decided (engine/memory_budget.py).
+    """
     if config.attention.executor == "full":
         return all_resident(num_layers)
     unknown = [layer for layer in config.model.exact_layers if layer >= num_layers]
     if unknown and config.model.exact_layers != ModelConfig().exact_layers:
         raise ConfigError(f"model.exact_layers: {unknown} are no layers of this model (0 to {num_layers - 1})")
-    exact_layers = {0, *config.model.exact_layers}
+    exact, asked = exact_layers(config, num_layers), config.model.exact_layers_mode
+    resident = exact[: asked if isinstance(asked, int) else 0 if asked == "select" else len(exact)]
     other: LayerMode = "select" if config.attention.lookahead == "off" else "lookahead"
-    return tuple(exact if layer in exact_layers else other for layer in range(num_layers))
+    modes = {layer: other for layer in range(num_layers)}
+    modes |= {layer: "resident" if layer in resident else "select" for layer in exact}
+    return tuple(modes.values())
+
+
+def exact_layers(config: Config, num_layers: int) -> list[int]:
+    """The layers of the model that never use a predicted query."""
+    return sorted(layer for layer in {0, *config.model.exact_layers} if layer < num_layers)

@@ -103,8 +103,7 @@ class LLM:
     ) -> None:
         self.config, self.choice, self.weights = config, choice, weights
         self.spec, self.device, self.dtype = weights.spec, choice.device, choice.dtype
-        exact = config.model.exact_layers_mode
-        self.modes = modes or layer_modes(config, self.spec.num_layers, "resident" if exact == "auto" else exact)
+        self.modes = modes or layer_modes(config, self.spec.num_layers)
         self._owns_worker = shared is None
         self._machine: _Machine = _Machine(config, choice, weights) if shared is None else shared._machine
         self.model, self.telemetry = self._machine.model, self._machine.telemetry

@@ -22,7 +22,6 @@ from hybridgen.engine.generation import Generation
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.schedule import FeedbackSchedule, encode
 from hybridgen.output import write_whole
-from hybridgen.placement.plan import MemoryPlan
 from hybridgen.telemetry import StepTimings
 
 
@@ -33,12 +32,13 @@ def build_report(
     prompt_ids: Sequence[Sequence[int]],
     text: list[str] | None,
     prefill_s: float,
-    plan: MemoryPlan,
+    memory_plan: dict[str, Any],
     strategy: str,
     allocations: int | None,
 ) -> dict[str, Any]:
     """Everything contracts.md asks for, from what was measured. Bytes and times are per decode step.
 
+    memory_plan: `Admission.to_dict`.
     `limit_ms` and `gpu_idle_fraction` are null here: `engine.limits` finds them.
     """
     steps = generation.steps
@@ -85,7 +85,7 @@ def build_report(
         "peak_gpu_bytes": _peak_gpu_bytes(llm),
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "allocations_in_decode": allocations,
-        "memory_plan": plan.to_dict(),
+        "memory_plan": memory_plan,
         "scheduler": {
             "mode": llm.config.schedule.mode,
             "target_missed": batch.schedule.target_missed if isinstance(batch.schedule, FeedbackSchedule) else None,

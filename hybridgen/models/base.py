@@ -24,6 +24,8 @@ class DecoderModel(ABC):
     """One decoder-only family. Subclasses are named in `models/__init__.py` by HF architecture."""
 
     family: ClassVar[str]
+    #: Tensors of [T, intermediate size] that are alive at once in `finish`: for the memory plan.
+    mlp_tensors: ClassVar[int] = 3
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights, device: torch.device, dtype: torch.dtype) -> None:
         """`weights`: the tensors of `global_tensors(spec)`, on the device, in dtype."""

@@ -29,6 +29,7 @@ class LlamaModel(DecoderModel):
     """Llama, SmolLM2 and Qwen2.5."""
 
     family = "llama"
+    mlp_tensors = 4  # gate and up, silu(gate), their product
 
     @staticmethod
     def spec_from_config(name: str, config: Mapping[str, Any]) -> ModelSpec:

@@ -99,6 +99,9 @@ def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for step in report["scheduler"]["steps"]:
         assert sum(layer["count"] for layer in step["layers"]) == 30
     assert report["config"]["cache"]["gpu_window"] == 64
+    chosen = report["memory_plan"]["chosen"]
+    assert "chosen, as nothing was asked for:" in out and chosen["model.exact_layers_mode"] == "resident"
+    assert report["config"]["model"]["exact_layers_mode"] == "resident"
     assert report["limit_ms"] is None and report["peak_gpu_bytes"] is None
     assert sum(report["machine"]["scans_by_isa"].values()) >= 27 * 7
 

@@ -17,6 +17,7 @@ from hybridgen.config import (
     merge_settings,
     parse_assignment,
     strategy_names,
+    with_settings,
 )
 from hybridgen.errors import ConfigError, UnknownNameError
 
@@ -97,6 +98,8 @@ def test_bad_assignments_name_the_text(text: str) -> None:
         ("runtime.worker_threads", "auto", "auto"),
         ("runtime.worker_threads", 3, 3),
         ("model.exact_layers", [], ()),
+        ("model.exact_layers_mode", 2, 2),
+        ("model.exact_layers_mode", "select", "select"),
         ("sampling.stop", ["x"], ("x",)),
         ("run.seq", None, None),
         ("run.check_answer", False, False),
@@ -145,6 +148,9 @@ WRONG = [
     ("model.exact_layers", [-1], ">= 0"),
     ("model.exact_layers", [0.5], "list of int"),
     ("model.exact_layers", "three", "list of int"),
+    ("model.exact_layers_mode", "none", "int or 'auto'"),
+    ("model.exact_layers_mode", -1, "a number of layers >= 0"),
+    ("cache.sketch_home", "cpu", "'auto' or 'host' or 'gpu'"),
     ("model.extend_positions", "yes please", "bool"),
     ("model.extend_positions", 1, "bool"),
     ("attention.lookahead", "maybe", "'off'"),
@@ -176,6 +182,46 @@ def test_a_wrong_value_is_told_what_where_and_what_is_allowed(path: str, value: 
     assert "from a file of mine" in message
     assert allowed in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("placement.gpu_memory_bytes", "24GiB", 24 * 1024**3),
+        ("placement.host_memory_bytes", "2GB", 2 * 1000**3),
+        ("placement.gpu_memory_bytes", "1024", 1024),  # YAML makes it a number
+        ("run.seq", "32k", 32768),
+        ("run.gen", "1k", 1024),
+        ("cache.gpu_window", "2k", 2048),
+        ("runtime.prefill_chunk", "1K", 1024),
+    ],
+)
+def test_sizes_and_token_counts_are_read_as_the_flags_read_them(
+    path: str, text: str, value: int, tmp_path: Path
+) -> None:
+    section, name = path.split(".")
+    (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: {text}}}\n")
+    for settings in (parse_assignment(f"{path}={text}"), load_strategy(str(tmp_path / "mine.yaml"))):
+        assert getattr(getattr(build_config(settings), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "example"),
+    [
+        ("placement.gpu_memory_bytes", "24Gib of it", "24GiB"),
+        ("run.seq", "32kB", "32k"),
+        ("runtime.micro_batch", "2k", "int"),  # sequences, not tokens
+    ],
+)
+def test_other_texts_are_refused(path: str, text: str, example: str) -> None:
+    with pytest.raises(ConfigError, match=f"{path} = '{text}'.*--set.*allowed is int.*{example}|allowed is {example}"):
+        build_config(parse_assignment(f"{path}={text}"))
+
+
+def test_settings_by_path() -> None:
+    changed = with_settings(config(), {"cache.sinks": 9, "run.gen": 3, "cache.gpu_window": 7})
+    assert (changed.cache.sinks, changed.cache.gpu_window, changed.run.gen) == (9, 7, 3)
+    assert changed == config(cache__sinks=9, cache__gpu_window=7, run__gen=3)
 
 
 def test_something_must_limit_what_is_kept() -> None:

@@ -11,6 +11,7 @@ import torch
 from hybridgen.config import Setting, build_config
 from hybridgen.engine import build
 from hybridgen.engine.admission import admit
+from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
 from hybridgen.errors import InsufficientMemoryError
 from hybridgen.placement.plan import GIB, MemoryPlan, format_bytes
@@ -96,7 +97,7 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
     )  # fmt: skip
     batch, capacity = 3, 500
     choice = build.choose_model(config)
-    modes = build.resolve_modes(choice, config, batch, capacity)
+    modes = layer_modes(config, choice.spec.num_layers)
     plan = build.plan_memory(choice, config, modes, batch, capacity)
     weights = build.obtain_weights(choice, config, needs_text=False)
     tensors = [*weights.tensors.shared.values(), *(t for w in weights.tensors.layers for t in w.values())]
@@ -116,19 +117,6 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
     planned = plan.device | plan.host
     assert found == {name: planned[name] for name in found}
     assert (found["KV of resident layers"] > 0) == (mode == "resident")
-
-
-def test_exact_layers_are_resident_where_there_is_room(tiny: Path) -> None:
-    config = config_of(tiny)
-    choice = build.choose_model(config)
-    roomy = build.resolve_modes(choice, config, 1, 3000)
-    assert roomy[:3] == ("resident",) * 3 and set(roomy[3:]) == {"lookahead"}
-    needed = build.plan_memory(choice, config, roomy, 1, 3000).host_bytes
-    for limit, first in ((needed, "resident"), (needed - 1, "select")):
-        tight = config_of(tiny, placement__host_memory_bytes=limit)
-        assert build.resolve_modes(choice, tight, 1, 3000)[0] == first
-    asked = config_of(tiny, placement__host_memory_bytes=1, model__exact_layers_mode="resident")
-    assert build.resolve_modes(choice, asked, 1, 3000)[0] == "resident", "what was asked for is not changed"
 
 
 def test_admission_to_the_byte(tiny: Path) -> None:

@@ -20,17 +20,23 @@ def config(**values: object) -> Config:
     ("values", "exact", "expected"),
     [
         ({}, "resident", "RRRLL"),
+        ({}, "auto", "RRRLL"),
         ({}, "select", "SSSLL"),
+        ({}, 0, "SSSLL"),
+        ({}, 2, "RRSLL"),
+        ({}, 9, "RRRLL"),
         ({"attention__lookahead": "off"}, "resident", "RRRSS"),
         ({"attention__executor": "full"}, "select", "RRRRR"),
         ({"model__exact_layers": []}, "resident", "RLLLL"),  # layer 0 has no layer before it
         ({"model__exact_layers": [4, 2]}, "select", "SLSLS"),
+        ({"model__exact_layers": [4, 2]}, 2, "RLRLS"),
         ({"model__exact_layers": [0, 1, 2, 3, 4]}, "resident", "RRRRR"),
     ],
 )
-def test_modes(values: dict[str, object], exact: str, expected: str) -> None:
+def test_modes(values: dict[str, object], exact: str | int, expected: str) -> None:
     names = {"R": "resident", "S": "select", "L": "lookahead"}
-    assert layer_modes(config(**values), 5, exact) == tuple(names[c] for c in expected)  # type: ignore[arg-type]
+    found = layer_modes(config(**values, model__exact_layers_mode=exact), 5)
+    assert found == tuple(names[c] for c in expected)
 
 
 def test_every_step_is_alike_without_probes() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hybridgen.engine import build
 from hybridgen.engine.admission import admit
+from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
+from hybridgen.engine.memory_budget import settle
 from hybridgen.errors import InsufficientMemoryError
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.checkpoint import aliases
@@ -119,7 +121,7 @@ def test_the_plan_of_a_run(tiny: Path) -> None:
         for depth in (1, 2, 9):
             config = config_of(tiny, placement__weights_on_gpu=share, placement__prefetch_depth=depth)
             choice = build.choose_model(config)
-            modes = build.resolve_modes(choice, config, 1, 300)
+            modes = layer_modes(config, choice.spec.num_layers)
             plan = build.plan_memory(choice, config, modes, 1, 300)
             loaded = build.obtain_weights(choice, config, needs_text=False)
             tensors = [*loaded.tensors.shared.values(), *(t for w in loaded.tensors.layers for t in w.values())]
@@ -162,7 +164,7 @@ def test_auto_is_the_largest_share_that_fits(monkeypatch: pytest.MonkeyPatch) ->
     assert "select" in admission.modes, "room for resident KV is not made by streaming weights"
     assert 11.9 * GIB < admission.plan.device_bytes <= 12 * GIB
     for more in [s for s in possible_shares(layer_shapes(choice.family, choice.spec)) if s > share + 1e-9]:
-        plan = build.plan_memory(choice, build.with_share(config, more), admission.modes, 1, 8224)
+        plan = build.plan_memory(choice, build.with_share(admission.config, more), admission.modes, 1, 8224)
         assert not plan.fits(12 * GIB, 64 * GIB)
     # Host memory counts as well: the share below which the host has no room is refused, too.
     choice, config = on_a_gpu(monkeypatch, "llama-3.1-8b", 12 * GIB, 5 * GIB)
@@ -185,7 +187,7 @@ def test_a_refusal_names_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_auto_is_everything(tiny: Path) -> None:
     config = config_of(tiny, placement__host_memory_bytes=1)
     choice = build.choose_model(config)
-    plan = build.plan_memory(choice, config, build.resolve_modes(choice, config, 1, 300), 1, 300)
+    plan = settle(choice, config, 1, 300, build.memory_limits(config, choice.device)).plan
     assert plan.weights_on_gpu == 1.0 and plan.host["streamed weights"] == 0
 
 
@@ -367,7 +369,7 @@ def test_a_forgotten_wait_shows(forgotten: int, monkeypatch: pytest.MonkeyPatch)
 def test_a_slot_is_overwritten_only_when_its_layer_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of a layer come after a mark that was taken when the slot's last layer had been issued."""
     marks: list[int] = []
-    after: list[int] = []
+    after: dict[str, list[int]] = {"weights": [], "assembly": []}
     running = -1
 
     class _Mark(Ticket):
@@ -380,19 +382,20 @@ def test_a_slot_is_overwritten_only_when_its_layer_is_done(monkeypatch: pytest.M
             return _Mark()
 
         def beside(self, after_: Ticket, stream: str = "beside") -> Any:
-            assert stream == "weights" and isinstance(after_, _Mark)
-            after.append(after_.layer)
+            assert isinstance(after_, _Mark)
+            after[stream].append(after_.layer)
             return super().beside(after_, stream)
 
     store, _ = make_store(0.5, 2, Recording)
     marks.clear()
-    after.clear()
+    after = {stream: [] for stream in after}
     for layer in range(LAYERS):
         replaced = [number for number in store._slots if number is not None and number not in range(layer, layer + 3)]
         store.issue(layer)
         assert all(number < layer for number in replaced)
         running = layer
-    assert after == marks == [-1, -1, -1, 0, 1, 2, 3], "each waits for the layer before the running one, no later"
+    assert marks == [-1, -1, -1, 0, 1, 2, 3], "each waits for the layer before the running one, no later"
+    assert after == {"weights": marks, "assembly": marks}
 
 
 def test_host_memory_is_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
