@@ -7,6 +7,7 @@ numbers; only for steps to be traced are the places of spans on the host's timel
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ Direction = Literal["h2d", "d2h", "cpu_read"]
 
 class Clock(Protocol):
     """Marks on the timeline of whoever does the work."""
+
+    is_costly: bool  # whether hundreds of marks lengthen a step
 
     def mark(self) -> Any: ...
 
@@ -39,6 +42,8 @@ class Clock(Protocol):
 
 class HostClock:
     """The clock of a machine whose CPU plays the GPU's part."""
+
+    is_costly = False
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -75,14 +80,20 @@ class StepTimings:
     stage_bytes: dict[str, int] = field(default_factory=dict)  # moved within the stage's spans
     start_s: float = 0.0  # perf_counter
     spans: tuple[TracedSpan, ...] = ()  # of a traced step only
+    is_timed: bool = True  # whether stage_ms has all stages, or only what the host itself did
 
 
 @dataclass
 class Telemetry:
-    """Collects the running step; `end_step` closes it. Of the next `trace_steps` steps spans are kept."""
+    """Collects the running step; `end_step` closes it. Of the next `trace_steps` steps spans are kept.
+
+    enabled: whether there are spans at all. sample_every: one step of so many is timed stage by stage, the last of
+    them; of the others only the bytes and the host's own times are known, and they cost less.
+    """
 
     clock: Clock = field(default_factory=HostClock)
     enabled: bool = True
+    sample_every: int = 1
     trace_steps: int = 0
     bytes_moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _spans: list[_Span] = field(default_factory=list)
@@ -92,6 +103,8 @@ class Telemetry:
     _origin: tuple[Any, float] | None = None  # of a step that is traced
     _step_start: float = 0.0
     _is_fresh: bool = False
+    _is_timed: bool = True
+    _steps: int = 0
 
     def span(self, stage: str, layer: int, row: str = "compute") -> _Span:
         """`with telemetry.span("attention", layer):` times what is issued inside, on the device's timeline.
@@ -123,6 +136,8 @@ class Telemetry:
         self.bytes_moved.clear()
         self._is_fresh = True
         self.clock.restart()
+        self._steps += 1
+        self._is_timed = self.trace_steps > 0 or self._steps % self.sample_every == 0
         self._origin = self.clock.origin() if self.trace_steps > 0 else None
         self._step_start = time.perf_counter()
 
@@ -137,7 +152,8 @@ class Telemetry:
         step_ms = (time.perf_counter() - self._step_start) * 1e3
         stage_ms: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in self._spans:
-            stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
+            if span.end is not None:
+                stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
         for timed in self._host_spans:
             stage_ms[timed.stage][timed.layer] += (timed.end_s - timed.start_s) * 1e3
         self._count_device_units()
@@ -147,6 +163,7 @@ class Telemetry:
             dict(self.bytes_moved),
             self._stage_bytes(),
             self._step_start,
+            is_timed=self._is_timed,
         )
         if self._origin is not None:
             step.spans = tuple(self._traced(*self._origin))
@@ -158,9 +175,9 @@ class Telemetry:
         """With one copy to the host."""
         if not self._device_units:
             return
-        sums = torch.stack([units.sum() for _, units, _, _ in self._device_units]).tolist()
-        for (direction, _, unit_bytes, within), units in zip(self._device_units, sums, strict=True):
-            count = units * unit_bytes
+        numbers = iter(torch.cat([units.flatten() for _, units, _, _ in self._device_units]).tolist())
+        for direction, units, unit_bytes, within in self._device_units:
+            count = sum(itertools.islice(numbers, units.numel())) * unit_bytes
             self.bytes_moved[direction] += count
             if within is not None:
                 within.bytes += count
@@ -196,13 +213,15 @@ class _Span:
         telemetry = self._telemetry
         if telemetry.enabled:
             self._outer, telemetry._open = telemetry._open, self
-            self.start = telemetry.clock.mark()
+            if telemetry._is_timed:
+                self.start = telemetry.clock.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         telemetry = self._telemetry
         if telemetry.enabled:
-            self.end = telemetry.clock.mark()
+            if self.start is not None:
+                self.end = telemetry.clock.mark()
             telemetry._open = self._outer
             telemetry._spans.append(self)

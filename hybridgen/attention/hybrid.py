@@ -111,7 +111,7 @@ class HybridAttention(LayerAttention):
                 scale = self._spec.scale
                 keys = self._kv.host_keys.scanned()
                 self._scan = self._worker.submit(query, keys, sizes, scale, self._layer, rows, self._listed_copy)
-        self._submitted = self._transfer.mark()
+        self._submitted = self._transfer.mark(self._submitted)
         if isinstance(self._scan, DeviceScan):
             self.choose()  # at once: choice and fetch run beside the layer before
 
@@ -125,7 +125,7 @@ class HybridAttention(LayerAttention):
             self._transfer.hand_over(self._query)
             with self._telemetry.span("choose", self._layer, row="beside"):
                 self.selection = self._selected(self._query, scores, self._limits)
-                self._chosen = self._transfer.mark()
+                self._chosen = self._transfer.mark(self._chosen)
                 if scan is not None:
                     scan.release(self._chosen)
             with self._telemetry.span("fetch", self._layer, row="beside"):
@@ -138,9 +138,8 @@ class HybridAttention(LayerAttention):
             self.choose()
         assert self.selection is not None
         with self._telemetry.span("link_wait", self._layer):
-            self._chosen.wait()  # the choice reads the window, and the new token is not in it
-            if self._fetch is not None:
-                self._fetch.wait()
+            # The fetch comes after the choice, which reads the window without the new token.
+            (self._fetch or self._chosen).wait()
         with self._telemetry.span("attention", self._layer):
             context, log_sum = self._write_and_attend(query, key, value, place.slots, plan.probe_mass)
         self._kv.grow()

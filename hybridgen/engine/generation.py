@@ -11,8 +11,11 @@ from torch import Tensor
 
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.sampler import Sampler
+from hybridgen.engine.schedule import is_steered
 from hybridgen.engine.statistics import AttentionStatistics
 from hybridgen.telemetry import StepTimings, Telemetry
+
+SAMPLE_EVERY = 4  # steps, of which one is timed stage by stage
 
 
 class Decoder(Protocol):
@@ -27,10 +30,14 @@ class Decoder(Protocol):
 
 @dataclass
 class Generation:
-    """What came out. `steps` are the timed decode steps; the first token comes from the prefill."""
+    """What came out. `steps` are the decode steps; the first token comes from the prefill.
+
+    decode_s: from the first step's beginning to the last one's end, with all that was done in between.
+    """
 
     output_ids: list[list[int]]
     steps: list[StepTimings] = field(default_factory=list)
+    decode_s: float = 0.0
     statistics: AttentionStatistics = field(default_factory=AttentionStatistics)
     ended_by: Literal["length", "stop", "interrupt"] = "length"
 
@@ -51,16 +58,22 @@ def generate(
     on_token: called with each step's token ids. interrupted: asked after each step.
     """
     result = Generation([[] for _ in range(logits.shape[0])])
+    telemetry = llm.telemetry
+    # A GPU's marks lengthen a step by milliseconds: where nobody steers by them, only some steps have them.
+    sparing = telemetry.clock.is_costly and not is_steered(batch.schedule) and max_new_tokens > 2 * SAMPLE_EVERY
+    telemetry.sample_every = SAMPLE_EVERY if sparing else 1
     running = [True] * logits.shape[0]
     tokens = sampler(logits)
+    began = time.perf_counter()
     for index in range(max_new_tokens):
         if index:
             tokens = sampler(llm.decode(batch, tokens))
         ids: list[int] = tokens.tolist()
         if index:
             result.statistics.observe(batch)
-            result.steps.append(llm.telemetry.end_step())
+            result.steps.append(telemetry.end_step())
             llm.observe(batch, result.steps[-1])
+            result.decode_s = time.perf_counter() - began
         for sequence, token in enumerate(ids):
             if running[sequence]:
                 result.output_ids[sequence].append(token)
@@ -72,7 +85,9 @@ def generate(
         if interrupted():
             result.ended_by = "interrupt"
             break
-        llm.telemetry.begin_step()
+        telemetry.begin_step()
+        if not index:
+            began = time.perf_counter()
     return result
 
 

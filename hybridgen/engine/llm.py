@@ -23,7 +23,7 @@ from hybridgen.engine.layer_factory import KVMemory, LayerFactory
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
-from hybridgen.engine.schedule import FixedSchedule, ReplaySchedule, Schedule
+from hybridgen.engine.schedule import Schedule, is_steered
 from hybridgen.engine.scheduling import make_schedule, observe
 from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError
@@ -114,6 +114,11 @@ class LLM:
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory)
         self._tokenizer: Tokenizer | None = None
+        #: Seconds until the GPU's libraries were ready; None where there is nothing to wait for.
+        self.warm_up_s: float | None = None
+        if shared is None and self.device.type == "cuda":
+            self._transfer.follow()
+            self.warm_up_s = self._runner.warm_up(config.run.seq or chunk)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -223,7 +228,7 @@ class LLM:
 
     def observe(self, batch: Batch, timings: StepTimings) -> None:
         """Tell the batch's schedule what its last decode step has measured, as `generate` does."""
-        if not isinstance(batch.schedule, (FixedSchedule, ReplaySchedule)):  # these would not look
+        if is_steered(batch.schedule):
             observation = observe(batch, self.modes, timings)
             if observation is not None:
                 batch.schedule.observe(observation)

@@ -45,7 +45,7 @@ def build_report(
     milliseconds = [step.step_ms for step in steps]
     attended = generation.statistics.summary()
     generated = [len(ids) for ids in generation.output_ids]
-    decode_s = sum(milliseconds) / 1e3
+    decode_s = generation.decode_s
     return {
         "model": llm.spec.name,
         "weights": llm.weights.kind,
@@ -61,6 +61,7 @@ def build_report(
         "output_ids": generation.output_ids,
         "ended_by": generation.ended_by,
         "text": text,
+        "warm_up_s": llm.warm_up_s,
         "prefill_s": prefill_s,
         "decode_ms_per_token": _spread(milliseconds),
         "tokens_per_s": (sum(generated) - len(generated)) / decode_s if decode_s else None,
@@ -138,7 +139,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
     """Mean milliseconds per layer that has the stage, by stage."""
     totals: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
+    for step in filter(_is_timed, steps):
         for stage, layers in step.stage_ms.items():
             totals[stage] += layers.values()
     return {stage: statistics.fmean(values) for stage, values in totals.items()}
@@ -146,7 +147,12 @@ def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
 
 def _median_ms(steps: Sequence[StepTimings], stage: str) -> float:
     """Median over the steps of the milliseconds of all layers: a first step that compiles is not of interest."""
-    return statistics.median(sum(step.stage_ms.get(stage, {}).values()) for step in steps) if steps else 0.0
+    timed = list(filter(_is_timed, steps))
+    return statistics.median(sum(step.stage_ms.get(stage, {}).values()) for step in timed) if timed else 0.0
+
+
+def _is_timed(step: StepTimings) -> bool:
+    return step.is_timed
 
 
 def describe_machine(llm: LLM) -> dict[str, Any]:

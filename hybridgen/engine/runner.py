@@ -6,6 +6,7 @@ i's input; the rows it finds are fetched beside the scan for layer i + 2 (Hybrid
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +39,23 @@ class Runner:
         self._weights = weights
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
+
+    @torch.inference_mode()
+    def warm_up(self, tokens: int) -> float:
+        """Seconds that libraries take to load their kernels, as they do when these are first used; of no request.
+
+        Two pieces of a prefill of up to `tokens` tokens and a decode step's row go through layer 0.
+        """
+        start, model, spec = time.perf_counter(), self.model, self.model.spec.layers[0]
+        self._weights.issue(0)
+        weights, piece = self._weights.wait(0), min(tokens, self._prefill_chunk)
+        for past, rows in ((0, piece), (piece, piece), (0, 1)):
+            x = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=model.device)
+            query, key, _ = model.qkv(0, weights, x, model.positions(torch.arange(rows, device=model.device)))
+            keys = key.new_zeros(spec.num_kv_heads, past + rows, spec.head_dim)
+            x = model.finish(0, weights, x, causal_attention(query, keys, keys, spec))
+            model.logits(x[-1:])[0, 0].item()
+        return time.perf_counter() - start
 
     @torch.inference_mode()
     def decode_step(self, batch: Batch, tokens: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MOST_VIEWS = 64  # layers grow at different steps, so a few sizes are in use at a time
+
 
 class Staging:
     """K and V of up to `rows` tokens for each of `batch` x `heads` KV heads, twice; K as it is stored, too."""
@@ -30,6 +32,7 @@ class Staging:
         scales = rows if stored is torch.int8 else 0
         self._scales = torch.zeros((2, batch * heads * scales), dtype=torch.float32, device=device)
         self._shape, self._rows = (batch, heads, head_dim), rows
+        self._views: dict[tuple[int, int], list[Tensor]] = {}  # of slots, as they were last asked for
 
     def slot(self, layer: int, rows: int) -> list[Tensor]:
         """K and V, each contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
@@ -39,8 +42,14 @@ class Staging:
                 f"{rows} rows of each KV head are to be fetched, there is room for {self._rows}: a plan keeps "
                 "more than schedule.mode and schedule.most_extra allow"
             )
-        keys, values = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
-        return [keys.view(batch, heads, rows, head_dim), values.view(batch, heads, rows, head_dim)]
+        views = self._views.get((layer % 2, rows))
+        if views is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            pair = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
+            views = [part.view(batch, heads, rows, head_dim) for part in pair]
+            self._views[layer % 2, rows] = views
+        return views
 
     def encoded(self, layer: int, rows: int) -> Tensor:
         """K as it is stored, contiguous [B, Hkv, rows, head_dim], for this layer's turn."""

@@ -120,7 +120,7 @@ class OPTModel(DecoderModel):
 
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
         x = x + F.linear(context, w["out"], w["out_bias"])
-        hidden = F.relu(F.linear(self._norm(x, w, "mlp_norm"), w["up"], w["up_bias"]))
+        hidden = F.linear(self._norm(x, w, "mlp_norm"), w["up"], w["up_bias"]).relu_()
         return x + F.linear(hidden, w["down"], w["down_bias"])
 
     def logits(self, x: Tensor) -> Tensor:

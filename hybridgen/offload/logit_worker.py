@@ -57,6 +57,7 @@ class _Buffers:
     last_use: Ticket  # after which they may be written again
     place: tuple[int, ...]  # where they are kept when free: shape of the query, and whether the layer is odd
     number: int  # the lowest is used first
+    view: Tensor | None = None  # of the logits, as they were last asked for
 
 
 class ScanTicket:
@@ -196,7 +197,9 @@ class LogitWorker:
         self._telemetry.count_bytes("cpu_read", read_bytes)
         self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
         self._telemetry.host_time("scan", layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
-        logits = buffers.logits.device_view[:, :, :length]
+        logits = buffers.view
+        if logits is None or logits.shape[2] != length:
+            logits = buffers.view = buffers.logits.device_view[:, :, :length]
         self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
         return logits
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
+from hybridgen.offload.dma import copy_pieces, is_for_dma
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.offload.pieces import CudaRecorder, GraphPieces, Pieces, RepeatRecorder
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
@@ -62,7 +63,7 @@ class TransferEngine(ABC):
     def copy(self, target: Tensor, source: Tensor, direction: Direction) -> Ticket:
         """Copy source into target (same shape), counted under `direction`."""
         self.telemetry.count_bytes(direction, target.numel() * target.element_size())
-        return self._issue([target], lambda: target.copy_(source, non_blocking=True), direction, [source])
+        return self._issue([target], lambda: self._copy(target, source), direction, [source])
 
     def bring(self, target: Tensor, source: Tensor, direction: Direction | None) -> Ticket:
         """As `copy` to the device, but in the stream of whoever calls; None: not counted, within the device."""
@@ -83,8 +84,11 @@ class TransferEngine(ABC):
     def follow(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """The caller's stream is the one that runs from now on. A prefill or a step begins with it."""
 
-    def mark(self) -> Ticket:
-        """This point of the running stream; what was issued before it is over when the ticket is."""
+    def mark(self, before: Ticket | None = None) -> Ticket:
+        """This point of the running stream; what was issued before it is over when the ticket is.
+
+        before: a mark that nobody will ask for any more; it may become this one.
+        """
         return Ticket()
 
     def beside(self, after: Ticket, stream: str = "beside") -> AbstractContextManager[None]:
@@ -105,6 +109,9 @@ class TransferEngine(ABC):
     def call_by_call(self) -> Iterator[None]:
         """Inside, pieces are launched call by call: for those who look at single kernels."""
         yield
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         return self._issue([target], lambda: target.copy_(source), "h2d", [source])
@@ -194,6 +201,8 @@ class _CudaTicket(Ticket):
 class CudaClock:
     """Marks are events on the running stream; those of a step are used again in the next: making one takes time."""
 
+    is_costly = True
+
     def __init__(self, running: _Running) -> None:
         self._running = running
         self._events: list[torch.cuda.Event] = []
@@ -253,7 +262,10 @@ class CudaTransfer(TransferEngine):
     def follow(self) -> None:
         self._running.stream = torch.cuda.current_stream(self._device)
 
-    def mark(self) -> Ticket:
+    def mark(self, before: Ticket | None = None) -> Ticket:
+        if isinstance(before, _CudaTicket):
+            before.event.record(self._running.stream)
+            return before
         event = torch.cuda.Event()
         event.record(self._running.stream)
         return _CudaTicket(event, [], self._running)
@@ -275,6 +287,12 @@ class CudaTransfer(TransferEngine):
     def hand_over(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             tensor.record_stream(self._running.stream)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if is_for_dma(target, source):
+            copy_pieces(self._driver, target, source, self._running.stream.cuda_stream)
+        else:
+            target.copy_(source, non_blocking=True)
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         target.copy_(source, non_blocking=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hybridgen.telemetry import HostClock, Telemetry
 
 
 class FakeClock:
     """Marks are numbers; `resolved` tells when somebody asked for a duration."""
+
+    is_costly = False
 
     def __init__(self) -> None:
         self.now, self.resolved = 0.0, 0
@@ -22,6 +25,9 @@ class FakeClock:
     def elapsed_ms(self, start: float, end: float) -> float:
         self.resolved += 1
         return end - start
+
+    def origin(self) -> tuple[float, float]:
+        return self.now, self.now
 
 
 @pytest.fixture
@@ -103,6 +109,33 @@ def test_switched_off_it_marks_nothing(telemetry: Telemetry, clock: FakeClock) -
     telemetry.count_bytes("h2d", 10)
     step = telemetry.end_step()
     assert step.stage_ms == {} and step.bytes_moved == {"h2d": 10}
+
+
+def test_one_step_in_some_is_timed(telemetry: Telemetry, clock: FakeClock) -> None:
+    """Bytes, also by stage, and what the host measured itself are known of every step."""
+    telemetry.sample_every = 3
+    steps = []
+    for _ in range(6):
+        telemetry.begin_step()
+        with telemetry.span("fetch", 0):
+            clock.now += 2.0
+            telemetry.count_on_device("h2d", torch.tensor([[1, 2], [3, 4]]), 8)
+        telemetry.host_time("scan", 0, 1.0, 1.5)
+        steps.append(telemetry.end_step())
+    assert [step.is_timed for step in steps] == [False, False, True] * 2
+    assert clock.resolved == 2
+    for step in steps:
+        assert step.stage_bytes == {"fetch": 80} and step.bytes_moved == {"h2d": 80}
+        assert step.stage_ms == {"scan": {0: 500.0}} | ({"fetch": {0: 2.0}} if step.is_timed else {})
+
+
+def test_a_traced_step_is_timed(telemetry: Telemetry) -> None:
+    telemetry.sample_every, telemetry.trace_steps = 4, 1
+    timed = []
+    for _ in range(4):
+        telemetry.begin_step()
+        timed.append(telemetry.end_step().is_timed)
+    assert timed == [True, False, False, True]
 
 
 def test_the_host_clock_counts_milliseconds() -> None:

@@ -16,5 +16,11 @@ __all__ = [
     "controlled_layers",
     "decode",
     "encode",
+    "is_steered",
     "read_plans",
 ]
+
+
+def is_steered(schedule: Schedule) -> bool:
+    """Whether what a step has measured changes the plans of the next ones."""
+    return not isinstance(schedule, (FixedSchedule, ReplaySchedule))
