@@ -23,7 +23,15 @@ from torch import Tensor
 
 from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
-from hybridgen.kv_cache.quantize import SKETCH_BITS, SKETCH_BLOCK, make_sketch, sketch_logits
+from hybridgen.kv_cache.quantize import (
+    SKETCH_BITS,
+    SKETCH_BLOCK,
+    dequantize_int8,
+    key_mean,
+    make_sketch,
+    quantize_int8,
+    sketch_logits,
+)
 from hybridgen.kv_cache.sketch_kernel import score_sketch
 from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
@@ -68,7 +76,9 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
-    for check in (*checks, check_wide_choice, check_sketch_scores, check_fetches, check_attention, check_norms):
+    checks += (check_wide_choice, check_sketch_scores, check_fetches, check_decoding_fetches)
+    checks += (check_attention, check_norms)
+    for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
     print("OK")
@@ -227,6 +237,30 @@ def check_fetches(device: torch.device, generator: torch.Generator) -> None:
             padding = torch.arange(kept) >= counts.cpu().unsqueeze(-1)
             wanted[padding] = -7.0  # padding is left alone
             assert torch.equal(target.cpu(), wanted), (dim, tables, kept)
+
+
+def check_decoding_fetches(device: torch.device, generator: torch.Generator) -> None:
+    """int8 codes become keys on their way; V beside them does not change."""
+    shape, kept = (2, 3, 100, 80), 45
+    keys = torch.randn(shape, generator=generator, device=device) + 3
+    mean = key_mean(keys)
+    codes, scales = quantize_int8(keys, mean)
+    parts = [codes, torch.randn(shape, generator=generator, device=device).half(), scales.unsqueeze(-1)]
+    slab = HostSlab(sum(padded_bytes(tuple(part.shape), part.dtype) for part in parts), device)
+    host = [slab.take(tuple(part.shape), part.dtype) for part in parts]
+    for buffer, part in zip(host, parts, strict=True):
+        buffer.tensor.copy_(part)
+    rows = torch.randint(100, (2, 3, kept), generator=generator, device=device)
+    counts = torch.tensor([[kept, 0, 7], [1, kept - 1, kept]], device=device)
+    targets = [torch.full((2, 3, kept, 80), -7.0, dtype=torch.float16, device=device) for _ in range(2)]
+    tables = [buffer.device_view for buffer in host]
+    fetch_rows(tables[:2], rows, counts, targets, (tables[2], mean))
+    padding = (torch.arange(kept, device=device) >= counts.unsqueeze(-1)).unsqueeze(-1)
+    there = rows.unsqueeze(-1).expand(-1, -1, -1, 80)
+    whole = (dequantize_int8(codes, scales, mean, torch.float16), parts[1])
+    for target, table, tolerance in zip(targets, whole, (2e-3, 0.0), strict=True):
+        wanted = table.gather(2, there).masked_fill(padding, -7.0)
+        torch.testing.assert_close(target, wanted, rtol=tolerance, atol=0)  # a sum may be rounded once or twice
 
 
 def check_attention(device: torch.device, generator: torch.Generator) -> None:

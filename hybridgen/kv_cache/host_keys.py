@@ -214,7 +214,10 @@ class Int8Keys(HostKeys):
         out.copy_(dequantize_int8(codes.unsqueeze(0), scales.unsqueeze(0), mean, self._dtype)[0])
 
     def fetch(self, values: HostBuffer, rows: Tensor, counts: Tensor, staging: Staging, layer: int) -> FetchTicket:
-        keys, fetched = staging.slot(layer, rows.shape[2])
+        keys, fetched = targets = staging.slot(layer, rows.shape[2])
+        decoded = self._transfer.fetch_decoded([self._codes, values], (self._scales, self._mean), rows, counts, targets)
+        if decoded is not None:
+            return decoded
         codes, scales = staging.encoded(layer, rows.shape[2]), staging.scales(layer, rows.shape[2])
         first = self._transfer.fetch_rows([self._codes, values], rows, counts, [codes, fetched])
         second = self._transfer.fetch_rows([self._scales], rows, counts, [scales])

@@ -77,9 +77,23 @@ class TransferEngine(ABC):
         sources: K and V, or one of them, each [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, in
         [0, N); counts: int64 [B, Hkv], how many of them are wanted; targets: contiguous [B, Hkv, K, d].
         """
-        row_bytes = sum(source.tensor.shape[3] * source.tensor.element_size() for source in sources)
-        self.telemetry.count_on_device("h2d", counts, row_bytes)
+        self.telemetry.count_on_device("h2d", counts, _row_bytes(sources))
         return FetchTicket(self._fetch(sources, rows, counts, targets), targets)
+
+    def fetch_decoded(
+        self,
+        sources: list[HostBuffer],
+        coding: tuple[HostBuffer, Tensor],
+        rows: Tensor,
+        counts: Tensor,
+        targets: list[Tensor],
+    ) -> FetchTicket | None:
+        """As `fetch_rows`, where the first of the sources is int8 codes: they are decoded on their way.
+
+        coding: scales, float32 [B, Hkv, N, 1], and the mean, float32 [B, Hkv, d] on the device. None: this engine does
+        not decode, fetch the parts and do it yourself.
+        """
+        return None
 
     def follow(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """The caller's stream is the one that runs from now on. A prefill or a step begins with it."""
@@ -304,6 +318,22 @@ class CudaTransfer(TransferEngine):
         fetch_rows([source.device_view for source in sources], rows.contiguous(), counts.contiguous(), targets)
         return self.mark()
 
+    def fetch_decoded(
+        self,
+        sources: list[HostBuffer],
+        coding: tuple[HostBuffer, Tensor],
+        rows: Tensor,
+        counts: Tensor,
+        targets: list[Tensor],
+    ) -> FetchTicket | None:
+        from hybridgen.offload.fetch_kernel import fetch_rows
+
+        scales, mean = coding
+        self.telemetry.count_on_device("h2d", counts, _row_bytes([*sources, scales]))
+        tables = [source.device_view for source in sources]
+        fetch_rows(tables, rows.contiguous(), counts.contiguous(), targets, (scales.device_view, mean))
+        return FetchTicket(self.mark(), targets)
+
     def _issue(
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
     ) -> Ticket:
@@ -326,6 +356,10 @@ class CudaTransfer(TransferEngine):
         )
         if status != 0:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {status}")
+
+
+def _row_bytes(sources: list[HostBuffer]) -> int:
+    return sum(source.tensor.shape[3] * source.tensor.element_size() for source in sources)
 
 
 def make_transfer(kind: str, device: torch.device, telemetry: Telemetry) -> TransferEngine:
