@@ -122,6 +122,36 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
   return worker.submit(std::move(request), hold);
 }
 
+std::int64_t submit_attention(ScanWorker& worker, std::uintptr_t query, std::uintptr_t keys, std::uintptr_t values,
+                              std::uintptr_t context, std::uintptr_t log_sum, const std::string& key_type,
+                              const std::string& value_type, std::int64_t num_heads, std::int64_t num_kv_heads,
+                              std::int64_t head_dim, std::vector<std::int64_t> lengths,
+                              std::tuple<std::int64_t, std::int64_t, std::int64_t> key_strides,
+                              std::tuple<std::int64_t, std::int64_t, std::int64_t> value_strides, float scale,
+                              bool hold, std::uintptr_t key_scales,
+                              std::tuple<std::int64_t, std::int64_t> scale_strides, std::uintptr_t key_mean) {
+  ScanRequest request;
+  request.query = reinterpret_cast<const float*>(query);
+  request.keys = reinterpret_cast<const void*>(keys);
+  request.values = reinterpret_cast<const void*>(values);
+  request.context = reinterpret_cast<float*>(context);
+  request.log_sum = reinterpret_cast<float*>(log_sum);
+  request.key_type = key_type_of(key_type, "key_type", hybridgen::kRowTypes);
+  request.value_type = key_type_of(value_type, "value_type", hybridgen::kValueTypes);
+  request.num_heads = num_heads;
+  request.num_kv_heads = num_kv_heads;
+  request.head_dim = head_dim;
+  request.lengths = std::move(lengths);
+  std::tie(request.key_batch_stride, request.key_head_stride, request.key_token_stride) = key_strides;
+  std::tie(request.value_batch_stride, request.value_head_stride, request.value_token_stride) = value_strides;
+  request.scale = scale;
+  request.key_scales = reinterpret_cast<const float*>(key_scales);
+  std::tie(request.scale_batch_stride, request.scale_head_stride) = scale_strides;
+  request.key_mean = reinterpret_cast<const float*>(key_mean);
+  if (!request.values) throw std::invalid_argument("values=0: must be a non-null address");
+  return worker.submit(std::move(request), hold);
+}
+
 // Tensors as tuples: an address, for keys and values the type, strides in elements.
 using HeadsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
 using KvArgument = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
@@ -341,6 +371,20 @@ key_mean: 0, or, for int8 and sketches, address of fp32 [batch, num_kv_heads, he
 
 Jobs are scanned in the order in which they start. The memory must stay alive and unchanged until wait() has returned.
 ValueError: names the argument, its value and what is allowed. RuntimeError: closed.)")
+      .def("submit_attention", &submit_attention, py::arg("query"), py::arg("keys"), py::arg("values"),
+           py::arg("context"), py::arg("log_sum"), py::arg("key_type"), py::arg("value_type"), py::arg("num_heads"),
+           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("lengths"), py::arg("key_strides"),
+           py::arg("value_strides"), py::arg("scale"), py::arg("hold") = false, py::arg("key_scales") = 0,
+           py::arg("scale_strides") = std::make_tuple(0, 0), py::arg("key_mean") = 0,
+           R"(Queues attention over all of the tokens and returns its job id; does not block. As submit(), but:
+
+key_type: 'float32', 'float16', 'bfloat16' or 'int8'.
+values: address of [batch, num_kv_heads, tokens, head_dim] of value_type ('float32', 'float16' or 'bfloat16'), channel
+    stride 1; value_strides: (batch, head, token), in elements.
+context: address of fp32 [batch, num_heads, head_dim]; log_sum: of fp32 [batch, num_heads], which gets
+    log sum exp(logit). Both contiguous; a sequence of length 0 gets 0 and -inf.
+
+Each thread does a softmax of its own over the tokens that it takes; they are merged by their sums.)")
       .def("start", &ScanWorker::start, py::arg("job"),
            "Starts a held job. ValueError: unknown, not held, or started already. RuntimeError: closed.")
       .def("start_call", [](ScanWorker& worker, ScanWorker::JobId job) {
@@ -368,7 +412,7 @@ ValueError: unknown or already waited for. RuntimeError: the worker was closed b
       .def("wait_and_count", &wait_and_count, py::arg("job"), py::arg("help") = true,
            R"(wait(), and the bytes that the scan read: (start_s, end_s, read_bytes).
 
-Bytes of keys and what belongs to them: int8's row scales; of a sketch the whole blocks that hold any of the rows, once
+Bytes of keys (of attention, of values too) and what belongs to them: int8's row scales; of a sketch the whole blocks that hold any of the rows, once
 for each run of such rows in a list. Means are not counted: they are read once and stay in the cache.)")
       .def("close", &ScanWorker::close, py::call_guard<WithoutGil>(),
            "Ends the threads after the chunks that they are in. Jobs that are not done are abandoned, and whoever waits\n"

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 
 #include "dispatch.h"
+#include "partial_attention.h"
 
 namespace hybridgen {
 namespace {
@@ -17,6 +19,7 @@ constexpr int kSlotBits = 24;  // a job id is a serial number and, below it, the
 constexpr std::int64_t kRowStep = 16;  // chunks begin at multiples of it: 64 bytes of out, so lines have one writer
 constexpr std::int64_t kMinChunkBytes = 16 << 10;
 constexpr std::int64_t kMaxChunkBytes = 128 << 10;  // 10 to 20 us of one thread
+constexpr std::int64_t kMaxAttendBytes = 256 << 10;  // keys and values
 constexpr std::int64_t kChunksPerThread = 16;
 constexpr auto kSpin = std::chrono::microseconds(5);
 
@@ -47,6 +50,11 @@ std::int64_t block_bytes(const ScanRequest& r) {
 std::int64_t token_bytes(const ScanRequest& r, std::int64_t tokens) {
   if (is_sketch(r.key_type)) return (tokens + kSketchTokens - 1) / kSketchTokens * block_bytes(r);
   return tokens * (r.head_dim * element_bytes(r.key_type) + (r.key_type == KeyType::Int8 ? 4 : 0));
+}
+
+// The same of keys and, where they are wanted, values.
+std::int64_t kv_bytes(const ScanRequest& r, std::int64_t tokens) {
+  return token_bytes(r, tokens) + (r.values ? tokens * r.head_dim * element_bytes(r.value_type) : 0);
 }
 
 // What a kernel reads of the keys for this block.
@@ -100,7 +108,7 @@ void check(const ScanRequest& r) {
   };
   pointer("query", r.query, 4, true);
   pointer("keys", r.keys, element_bytes(r.key_type), longest > 0);  // an empty tensor's address is null
-  pointer("out", r.out, 4, longest > 0);
+  pointer("out", r.out, 4, longest > 0 && !r.values);
   pointer("rows", r.rows, 4, false);
   const bool scaled = r.key_type == KeyType::Int8;
   const bool sketch = is_sketch(r.key_type);
@@ -128,9 +136,31 @@ void check(const ScanRequest& r) {
   }
   require(!batched || r.scale_batch_stride >= 0, "scale_strides[0] (batch)", r.scale_batch_stride, "0 or more");
   require(r.num_kv_heads == 1 || r.scale_head_stride >= 0, "scale_strides[1] (head)", r.scale_head_stride, "0 or more");
-  require(!batched || r.out_batch_stride >= longest, "out_strides[0] (batch)", r.out_batch_stride, apart);
-  require(r.num_heads == 1 || r.out_head_stride >= longest, "out_strides[1] (head)", r.out_head_stride, apart);
+  if (!r.values) {
+    require(!batched || r.out_batch_stride >= longest, "out_strides[0] (batch)", r.out_batch_stride, apart);
+    require(r.num_heads == 1 || r.out_head_stride >= longest, "out_strides[1] (head)", r.out_head_stride, apart);
+  }
   require(!r.rows || r.rows_stride >= longest, "rows_stride", r.rows_stride, apart);
+}
+
+// What attention needs beside the keys.
+void check_values(const ScanRequest& r) {
+  const auto pointer = [](const char* name, const void* p, std::int64_t alignment) {
+    const auto value = reinterpret_cast<std::uintptr_t>(p);
+    require(p && value % static_cast<std::uintptr_t>(alignment) == 0, name, static_cast<std::int64_t>(value),
+            "a non-null address, a multiple of " + std::to_string(alignment));
+  };
+  pointer("values", r.values, element_bytes(r.value_type));
+  pointer("context", r.context, 4);
+  pointer("log_sum", r.log_sum, 4);
+  if (is_sketch(r.key_type)) throw std::invalid_argument("key_type: must not be a sketch where there are values");
+  require(static_cast<int>(r.value_type) < kValueTypes, "value_type", static_cast<int>(r.value_type), "a float's");
+  const std::int64_t longest = *std::max_element(r.lengths.begin(), r.lengths.end());
+  require(r.lengths.size() == 1 || r.value_batch_stride >= 0, "value_strides[0] (batch)", r.value_batch_stride,
+          "0 or more");
+  require(r.num_kv_heads == 1 || r.value_head_stride >= 0, "value_strides[1] (head)", r.value_head_stride, "0 or more");
+  require(longest < 2 || r.value_token_stride >= r.head_dim, "value_strides[2] (token)", r.value_token_stride,
+          "at least head_dim=" + std::to_string(r.head_dim));
 }
 
 }  // namespace
@@ -144,6 +174,10 @@ struct ScanWorker::Job {
   std::int64_t chunk_rows = 0;
   std::vector<std::int64_t> first_chunk;  // [batch + 1]: where each sequence's chunks begin
   std::int64_t chunks = 0;
+  // Of attention: what the chunks come to, and how many of each sequence's KV head are not done yet. Whoever does the
+  // last of them merges that head's.
+  Parts parts;
+  std::vector<std::atomic<std::int64_t>> unfinished;
 
   // Under the mutex.
   JobId id = -1;
@@ -234,22 +268,38 @@ void ScanWorker::release(Job& job) {
 void ScanWorker::cut(Job& job) const {
   const ScanRequest& r = job.request;
   const std::int64_t step = is_sketch(r.key_type) ? kSketchTokens : kRowStep;
-  const std::int64_t step_bytes = token_bytes(r, step);
+  const std::int64_t step_bytes = kv_bytes(r, step);
   std::int64_t bytes = 0;
-  for (std::int64_t length : r.lengths) bytes += r.num_kv_heads * token_bytes(r, length);
+  for (std::int64_t length : r.lengths) bytes += r.num_kv_heads * kv_bytes(r, length);
   const std::int64_t share = bytes / (kChunksPerThread * (num_threads_ + 1));
-  job.chunk_rows = std::max<std::int64_t>(1, std::clamp(share, kMinChunkBytes, kMaxChunkBytes) / step_bytes) * step;
+  const std::int64_t most = r.values ? kMaxAttendBytes : kMaxChunkBytes;
+  job.chunk_rows = std::max<std::int64_t>(1, std::clamp(share, kMinChunkBytes, most) / step_bytes) * step;
   job.first_chunk.assign(1, 0);
   for (std::int64_t length : r.lengths) {
     const std::int64_t blocks = (length + job.chunk_rows - 1) / job.chunk_rows;
     job.first_chunk.push_back(job.first_chunk.back() + blocks * r.num_kv_heads);
   }
   job.chunks = job.first_chunk.back();
+  if (!r.values) return;
+  job.parts.resize(job.chunks, r.num_heads / r.num_kv_heads, r.head_dim);
+  const std::size_t heads = r.lengths.size() * static_cast<std::size_t>(r.num_kv_heads);
+  if (job.unfinished.size() < heads) job.unfinished = std::vector<std::atomic<std::int64_t>>(heads);
+  for (std::size_t i = 0; i < heads; ++i) {
+    const std::size_t b = i / static_cast<std::size_t>(r.num_kv_heads);
+    job.unfinished[i] = (job.first_chunk[b + 1] - job.first_chunk[b]) / r.num_kv_heads;
+  }
+  for (std::size_t b = 0; b < r.lengths.size(); ++b) {  // nobody comes to heads without a token
+    if (r.lengths[b] > 0) continue;
+    const auto first = static_cast<std::int64_t>(b) * r.num_heads;
+    std::fill_n(r.context + first * r.head_dim, r.num_heads * r.head_dim, 0.0f);
+    std::fill_n(r.log_sum + first, r.num_heads, -std::numeric_limits<float>::infinity());
+  }
 }
 
 ScanWorker::JobId ScanWorker::submit(ScanRequest request, bool hold) {
   check_process();
   check(request);
+  if (request.values) check_values(request);
   Lock lock(mutex_);
   if (closing_) throw std::runtime_error("this ScanWorker is closed");
   Job& job = new_slot();
@@ -382,25 +432,37 @@ void ScanWorker::finish(Job& job) {
   wait_cv_.notify_all();
 }
 
-// The rows of a chunk; everything but `next` and, where the key type has them, `shifts`.
-ScanBlock ScanWorker::block_of(const Job& job, std::int64_t chunk, const float** mean) {
-  const ScanRequest& r = job.request;
+// Which rows a chunk has.
+struct ScanWorker::Chunk {
+  std::int64_t sequence, head;        // KV head
+  std::int64_t token, rows;           // from `token` on
+  std::int64_t first_of_head, count;  // the chunks of this head
+};
+
+ScanWorker::Chunk ScanWorker::chunk_of(const Job& job, std::int64_t chunk) {
   const auto after = std::upper_bound(job.first_chunk.begin(), job.first_chunk.end(), chunk);
   const std::int64_t b = after - job.first_chunk.begin() - 1;
-  const std::int64_t length = r.lengths[static_cast<std::size_t>(b)];
-  const std::int64_t blocks = (length + job.chunk_rows - 1) / job.chunk_rows;
-  const std::int64_t head = (chunk - *(after - 1)) / blocks;
-  const std::int64_t token = (chunk - *(after - 1)) % blocks * job.chunk_rows;
+  const std::int64_t length = job.request.lengths[static_cast<std::size_t>(b)];
+  const std::int64_t count = (length + job.chunk_rows - 1) / job.chunk_rows;
+  const std::int64_t head = (chunk - *(after - 1)) / count;
+  const std::int64_t first_of_head = *(after - 1) + head * count;
+  const std::int64_t token = (chunk - first_of_head) * job.chunk_rows;
+  return {b, head, token, std::min(job.chunk_rows, length - token), first_of_head, count};
+}
 
+// The keys of a chunk; everything but `next` and, where the key type has them, `shifts`.
+ScanBlock ScanWorker::block_of(const Job& job, const Chunk& chunk, const float** mean) {
+  const ScanRequest& r = job.request;
+  const std::int64_t b = chunk.sequence, head = chunk.head, token = chunk.token;
   ScanBlock block{};
   block.group = r.num_heads / r.num_kv_heads;
   block.head_dim = r.head_dim;
-  block.rows = std::min(job.chunk_rows, length - token);
+  block.rows = chunk.rows;
   block.key_stride = r.key_token_stride;
   block.out_stride = r.out_head_stride;
   block.scale = r.scale;
   block.query = r.query + (b * r.num_heads + head * block.group) * r.head_dim;
-  block.out = r.out + b * r.out_batch_stride + head * block.group * r.out_head_stride + token;
+  if (r.out) block.out = r.out + b * r.out_batch_stride + head * block.group * r.out_head_stride + token;
   std::int64_t first = b * r.key_batch_stride + head * r.key_head_stride;
   if (r.key_type == KeyType::Int8) {
     block.row_scales = r.key_scales + b * r.scale_batch_stride + head * r.scale_head_stride;
@@ -418,19 +480,49 @@ ScanBlock ScanWorker::block_of(const Job& job, std::int64_t chunk, const float**
   return block;
 }
 
-std::int64_t ScanWorker::scan_chunk(const Job& job, std::int64_t chunk, std::int64_t next) const {
+// The values of a chunk; what attend_part() does not set.
+WeighBlock ScanWorker::values_of(const Job& job, const Chunk& chunk) {
+  const ScanRequest& r = job.request;
+  WeighBlock block{};
+  const std::int64_t first = chunk.sequence * r.value_batch_stride + chunk.head * r.value_head_stride +
+                             chunk.token * r.value_token_stride;
+  block.values = static_cast<const char*>(r.values) + first * element_bytes(r.value_type);
+  block.rows = chunk.rows;
+  block.value_stride = r.value_token_stride;
+  block.group = r.num_heads / r.num_kv_heads;
+  block.head_dim = r.head_dim;
+  return block;
+}
+
+std::int64_t ScanWorker::scan_chunk(Job& job, std::int64_t number, std::int64_t next) const {
   const ScanRequest& r = job.request;
   const float *mean, *next_mean;
+  const Chunk chunk = chunk_of(job, number);
   ScanBlock block = block_of(job, chunk, &mean);
-  if (next < job.chunks && !block.list) block.next = block_of(job, next, &next_mean).keys;
+  if (next < job.chunks && !block.list) block.next = block_of(job, chunk_of(job, next), &next_mean).keys;
   if (r.key_type == KeyType::Int8 || is_sketch(r.key_type)) {
     thread_local std::vector<float> shifts;
     shifts.resize(static_cast<std::size_t>(block.group));
     shift_heads(block.query, mean, r.head_dim, shifts);
     block.shifts = shifts.data();
   }
+  if (r.values) {
+    attend_chunk(job, number, chunk, block);
+    return kv_bytes(r, chunk.rows);
+  }
   isa_.scan[static_cast<int>(r.key_type)](block);
   return bytes_of(r, block);
+}
+
+void ScanWorker::attend_chunk(Job& job, std::int64_t number, const Chunk& chunk, ScanBlock keys) const {
+  const ScanRequest& r = job.request;
+  WeighBlock values = values_of(job, chunk);
+  values.next = keys.next;
+  attend_part(isa_, r.key_type, keys, r.value_type, values, job.parts, number);
+  const std::int64_t head = chunk.sequence * r.num_kv_heads + chunk.head;
+  if (job.unfinished[static_cast<std::size_t>(head)].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const std::int64_t first = head * values.group;
+  merge_parts(isa_, job.parts, chunk.first_of_head, chunk.count, r.context + first * r.head_dim, r.log_sum + first);
 }
 
 void ScanWorker::thread_loop() {

@@ -1,4 +1,4 @@
-// A pool of threads that scans keys beside whatever else the process does.
+// A pool of threads that scans keys, or attends to keys and values, beside whatever else the process does.
 //
 // Not OpenMP: torch's own pool must not be shared, and a parked thread must cost nothing. A job (all sequences and
 // heads of one layer) is cut into chunks of one KV head's consecutive tokens, which threads take from an atomic counter,
@@ -35,6 +35,10 @@ namespace hybridgen {
 //   rows   [batch, num_kv_heads, rows_stride]     contiguous, or null; read when the job runs. With it, only the rows
 //          rows[b, h, :lengths[b]] of the keys are scanned, in this order
 //   out    [batch, num_heads, tokens]             fp32, token stride 1; only out[b, :, :lengths[b]] is written
+// With values the job is attention over all these tokens in place of their logits; then neither `rows` nor `out`:
+//   values [batch, num_kv_heads, tokens, head_dim] of value_type, channel stride 1
+//   context [batch, num_heads, head_dim]          fp32, contiguous; 0 where there is no token
+//   log_sum [batch, num_heads]                    fp32, contiguous: log sum exp(logit); -inf where there is no token
 struct ScanRequest {
   const float* query = nullptr;
   const void* keys = nullptr;
@@ -53,6 +57,11 @@ struct ScanRequest {
   const float* key_scales = nullptr;
   std::int64_t scale_batch_stride = 0, scale_head_stride = 0;
   const float* key_mean = nullptr;
+  const void* values = nullptr;
+  KeyType value_type = KeyType::Float32;
+  std::int64_t value_batch_stride = 0, value_head_stride = 0, value_token_stride = 0;
+  float* context = nullptr;
+  float* log_sum = nullptr;
 };
 
 class ScanWorker {
@@ -61,7 +70,7 @@ class ScanWorker {
   using JobId = std::int64_t;
   struct Span {
     Clock::time_point start, end;  // of the first and the last chunk
-    std::int64_t read_bytes = 0;   // keys, and what belongs to them
+    std::int64_t read_bytes = 0;   // keys, and what belongs to them, and values
   };
   struct StartCall {
     void (*function)(void*);
@@ -111,9 +120,13 @@ class ScanWorker {
   Job* first_ready() const;
   void unlink(Job& job);
   void work_on(Job& job, Lock& lock);
-  static ScanBlock block_of(const Job& job, std::int64_t chunk, const float** mean);
+  struct Chunk;
+  static Chunk chunk_of(const Job& job, std::int64_t chunk);
+  static ScanBlock block_of(const Job& job, const Chunk& chunk, const float** mean);
+  static WeighBlock values_of(const Job& job, const Chunk& chunk);
   // Returns the bytes that it read. next: the chunk that this thread scans after it; job.chunks if it has none yet.
-  std::int64_t scan_chunk(const Job& job, std::int64_t chunk, std::int64_t next) const;
+  std::int64_t scan_chunk(Job& job, std::int64_t chunk, std::int64_t next) const;
+  void attend_chunk(Job& job, std::int64_t number, const Chunk& chunk, ScanBlock keys) const;
   void thread_loop();
   void start_from_call(Job& job);
 

@@ -49,7 +49,9 @@ class SelectionConfig:
 class AttentionConfig:
     """Where attention runs, and which query chooses."""
 
-    executor: Literal["hybrid", "full"] = "hybrid"
+    # hybrid chooses host tokens; the others attend to all: full keeps them on the device, streamed brings them there at
+    # every step, on_cpu has the CPU attend to them.
+    executor: Literal["hybrid", "full", "streamed", "on_cpu"] = "hybrid"
     lookahead: Literal["select", "logits", "off"] = "select"
     predictor: Literal["x", "delta"] = "x"  # what the next layer's query is predicted from: lookahead.md
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
@@ -374,6 +376,7 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
             raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
     if config.selection.keep is None and config.selection.keep_mass is None:
         raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")
+    _check_executor(config)
     if config.cache.sketch_home == "gpu":
         if config.cache.sketch == "none":
             raise ConfigError("cache.sketch_home = 'gpu' without a sketch: give --sketch int4 or int2")
@@ -382,3 +385,18 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
                 f"schedule.mode = {config.schedule.mode!r} with cache.sketch_home = 'gpu': the GPU scores every token, "
                 "so no scan is there to be shortened (allowed: fixed or replay:FILE)"
             )
+
+
+def _check_executor(config: Config) -> None:
+    """What needs a choice does not go with a strategy that attends to every host token."""
+    executor, cache = config.attention.executor, config.cache
+    if executor in ("streamed", "on_cpu") and cache.sketch != "none":
+        raise ConfigError(
+            f"cache.sketch = {cache.sketch!r} with attention.executor = {executor!r}: every host token is attended to, "
+            "so none is scored by a sketch (allowed: 'none')"
+        )
+    if executor == "streamed" and cache.key_type != "auto":
+        raise ConfigError(
+            f"cache.key_type = {cache.key_type!r} with attention.executor = 'streamed': rows are copied to the device "
+            "as they are, so the host keeps them in the model's type (allowed: 'auto'; --dtype changes both)"
+        )

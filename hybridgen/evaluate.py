@@ -165,9 +165,11 @@ def make_conditions(settings: Settings, also: Sequence[str]) -> list[Condition]:
     Strategy full is compared with nothing and stands alone.
     """
     base = build_config(settings)
-    if base.attention.executor == "full":
-        if also:
-            raise ConfigError(f"--also {also[0]}: strategy full chooses nothing, so there is nothing to vary")
+    executor = base.attention.executor
+    if also and executor != "hybrid":
+        named = "strategy full" if executor == "full" else f"attention.executor = {executor!r}"
+        raise ConfigError(f"--also {also[0]}: {named} chooses nothing, so there is nothing to vary")
+    if executor == "full":
         return [Condition("full attention", base)]
     configs = [base, *(build_config(merge_settings(settings, parse_variant(text))) for text in also)]
     full = replace(base, attention=replace(base.attention, executor="full"))
@@ -200,6 +202,8 @@ def parse_variant(text: str) -> Settings:
 def _name(config: Config, all_configs: Sequence[Config]) -> str:
     """What is chosen and by which query; window and min-keep where the conditions differ in them."""
     selection = config.selection
+    if config.attention.executor != "hybrid":
+        return f"all tokens, {config.attention.executor}"
     words = [
         f"{word} {value}"
         for word, value in (("keep", selection.keep), ("keep-mass", selection.keep_mass))
@@ -373,7 +377,7 @@ def _report_head(llms: Sequence[LLM], conditions: Sequence[Condition], arguments
 
 def _mass_kind(config: Config) -> str | None:
     """By which query the choice judged itself."""
-    if config.attention.executor == "full":
+    if config.attention.executor != "hybrid":
         return None
     return "predicted" if config.attention.lookahead == "select" else "exact"
 

@@ -176,7 +176,7 @@ def _resolved(admission: Admission, choice: ModelChoice, tokens: int) -> Config:
 
 def _default_schedule(config: Config, given: bool) -> Config:
     """`feedback` where the CPU scores and nothing else was asked for."""
-    if given or config.attention.executor == "full" or config.cache.sketch_home == "gpu":
+    if given or config.attention.executor != "hybrid" or config.cache.sketch_home == "gpu":
         return config
     return replace(config, schedule=replace(config.schedule, mode="feedback"))
 
@@ -194,6 +194,8 @@ def _wants_check(config: Config, tokens: int) -> bool:
 
 
 def _random_keep(config: Config) -> Config:
+    if config.attention.executor != "hybrid":
+        return config
     print(f"random weights: attention mass means nothing, so --keep {RANDOM_KEEP} is used")
     return replace(config, selection=replace(config.selection, keep=RANDOM_KEEP, keep_mass=None))
 

@@ -7,7 +7,10 @@ from typing import Any
 from hybridgen.config import Config
 from hybridgen.placement.plan import format_bytes
 
-_STAGES = ("predict", "qkv", "scan", "scan_wait", "choose", "fetch", "link_wait", "attention", "mlp")
+_STAGES = (
+    "predict", "qkv", "scan", "cpu_attention", "scan_wait", "choose", "fetch", "stream", "link_wait", "attention",
+    "merge", "mlp",
+)  # fmt: skip
 
 
 def format_settings(config: Config) -> str:
@@ -48,8 +51,8 @@ def format_table(report: dict[str, Any]) -> str:
         rows.append(
             (
                 "per token",
-                f"{format_bytes(int(moved['cpu_read']))} of keys scanned, {format_bytes(int(moved['h2d']))} to "
-                f"and {format_bytes(int(moved['d2h']))} from the device",
+                f"{format_bytes(int(moved['cpu_read']))} of the cache read by the CPU, "
+                f"{format_bytes(int(moved['h2d']))} to and {format_bytes(int(moved['d2h']))} from the device",
             )
         )
         rows += _limit_rows(report)
@@ -84,7 +87,7 @@ def _schedule_rows(scheduler: dict[str, Any]) -> list[tuple[str, str]]:
     """How the last step was planned, where plans may change."""
     if scheduler["mode"] in (None, "fixed") or not scheduler["steps"]:
         return []
-    last = [layer for layer in scheduler["steps"][-1]["layers"] if layer["mode"] != "resident"]
+    last = [layer for layer in scheduler["steps"][-1]["layers"] if layer["keep"] is not None]
     if not last:
         return []
     common = max(last, key=lambda layer: int(layer["count"]))

@@ -28,6 +28,7 @@ class KeepRule:
 class LayerPlan:
     """What one layer does in one decode step, as the scheduler planned it.
 
+    resident, all: nothing is chosen; every token is attended to, on the device or wherever it lies.
     post_qkt: every host token is scored by its stored key. pre_qkt: candidates are named first, and
     only they are scored; K is what `keep` gives for the whole host tier, not for the candidates.
     keep, extra: K = min(host, ceil(extra x the K that `keep` gives)). `keep` is the floor; its cap
@@ -38,7 +39,7 @@ class LayerPlan:
         mass is measured that the best K of as many candidates would have covered.
     """
 
-    mode: Literal["resident", "post_qkt", "pre_qkt"]
+    mode: Literal["resident", "all", "post_qkt", "pre_qkt"]
     keep: KeepRule | None
     scan_tokens: int | None = None
     probe_mass: bool = False  # measure by the true query what the attended tokens cover

@@ -39,7 +39,7 @@ if [ "$wanted" != thread ]; then
 fi
 if [ "$wanted" != address ]; then
     # ThreadSanitizer does not follow a process with threads through a fork.
-    check thread "-fsanitize=thread" libtsan.so tests/kernels/test_scan_worker.py \
+    check thread "-fsanitize=thread" libtsan.so tests/kernels/test_scan_worker.py tests/kernels/test_attention_jobs.py \
         --deselect tests/kernels/test_scan_worker.py::test_child_of_a_fork_does_not_hang
 fi
 exit $status

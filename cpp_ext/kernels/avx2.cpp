@@ -367,6 +367,70 @@ void heads_weigh(const WeighBlock& block, const float* weights, float* out) {
   for (; c < block.head_dim; c += kLanes) columns<Key, G, 1>(block, weights, out, c, ahead);
 }
 
+// The same for rows in order, `rows` <= 16 of them from `first` on, of which `ahead` says where those are that are
+// prefetched meanwhile.
+template <class Key, int G, int C>
+void strip_columns(const WeighBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t c,
+                   Ahead ahead) {
+  using Element = typename Key::Element;
+  constexpr std::int64_t kLine = 64 / sizeof(Element);
+  const auto* row = static_cast<const Element*>(block.values) + first * block.value_stride + c;
+  const float* weights = block.weights + head * block.weight_stride + first;
+  float* out = block.out + head * block.head_dim + c;
+  __m256 acc[G][C];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) acc[g][i] = _mm256_loadu_ps(out + g * block.head_dim + i * kLanes);
+  }
+  for (std::int64_t j = 0; j < rows; ++j, row += block.value_stride) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      if ((c + i * kLanes) % kLine == 0) prefetch(row + i * kLanes, ahead);
+      const __m256 value = Key::load(row + i * kLanes);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        acc[g][i] = _mm256_fmadd_ps(_mm256_set1_ps(weights[g * block.weight_stride + j]), value, acc[g][i]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) _mm256_storeu_ps(out + g * block.head_dim + i * kLanes, acc[g][i]);
+  }
+}
+
+template <class Key, int G>
+void strip_weigh(const WeighBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, Ahead ahead) {
+  constexpr int C = G == 1 ? 8 : G <= 3 ? 4 : G <= 5 ? 2 : 1;  // at most 12 accumulators
+  std::int64_t c = 0;
+  for (; c + C * kLanes <= block.head_dim; c += C * kLanes) {
+    strip_columns<Key, G, C>(block, head, first, rows, c, ahead);
+  }
+  for (; c < block.head_dim; c += kLanes) strip_columns<Key, G, 1>(block, head, first, rows, c, ahead);
+}
+
+// In strips that all heads and channels pass over while they are in L1, as scan_rows does.
+template <class Key>
+void weigh_in_order(const WeighBlock& block) {
+  using Strip = void (*)(const WeighBlock&, std::int64_t, std::int64_t, std::int64_t, Ahead);
+  static constexpr Strip kStrips[kMaxHeads + 1] = {
+      nullptr,
+      strip_weigh<Key, 1>, strip_weigh<Key, 2>, strip_weigh<Key, 3>, strip_weigh<Key, 4>,
+      strip_weigh<Key, 5>, strip_weigh<Key, 6>, strip_weigh<Key, 7>, strip_weigh<Key, 8>};
+  const std::int64_t heads = heads_of_pass(block.group);
+  const std::int64_t row_bytes = block.value_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
+  for (std::int64_t j = 0; j < block.rows; j += kStrip) {
+    const std::int64_t rows = block.rows - j < kStrip ? block.rows - j : kStrip;
+    const Ahead ahead = bytes_ahead(block.values, block.next, block.rows, row_bytes, j + kStrip, kStrip);
+    for (std::int64_t g = 0; g < block.group; g += heads) {
+      const std::int64_t n = block.group - g < heads ? block.group - g : heads;
+      kStrips[n](block, g, j, rows, ahead);
+    }
+  }
+}
+
 template <class Key>
 void weigh(const WeighBlock& block) {
   using Heads = void (*)(const WeighBlock&, const float*, float*);
@@ -375,6 +439,7 @@ void weigh(const WeighBlock& block) {
       heads_weigh<Key, 1>, heads_weigh<Key, 2>, heads_weigh<Key, 3>, heads_weigh<Key, 4>,
       heads_weigh<Key, 5>, heads_weigh<Key, 6>, heads_weigh<Key, 7>, heads_weigh<Key, 8>};
   if (block.rows == 0) return;
+  if (!block.list) return weigh_in_order<Key>(block);
   const std::int64_t heads = heads_of_pass(block.group);
   for (std::int64_t g = 0; g < block.group; g += heads) {
     const std::int64_t n = block.group - g < heads ? block.group - g : heads;

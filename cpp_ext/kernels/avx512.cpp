@@ -268,6 +268,77 @@ void heads_weigh(const WeighBlock& block, const float* weights, float* out) {
   for (std::int64_t c = 0; c < block.head_dim; c += C * kLanes) columns<Key, G, C>(block, weights, out, c, ahead);
 }
 
+// The same for rows in order, `rows` <= 16 of them from `first` on, of which `ahead` says where those are that are
+// prefetched meanwhile. Whole: no register is half full or empty, and loads need no mask, which costs an instruction.
+template <class Key, int G, int C, bool Whole>
+void strip_columns(const WeighBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, std::int64_t c,
+                   Ahead ahead) {
+  using Element = typename Key::Element;
+  constexpr std::int64_t kLine = 64 / sizeof(Element);
+  const std::int64_t stride = block.value_stride, d = block.head_dim;
+  const auto* row = static_cast<const Element*>(block.values) + first * stride + c;
+  float* out = block.out + head * d + c;
+  const float* weights[G];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) weights[g] = block.weights + (head + g) * block.weight_stride + first;
+  __mmask16 mask[C];
+  __m512 acc[G][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+    const std::int64_t rest = d - c - i * kLanes;
+    mask[i] = Whole || rest >= kLanes ? kAll : rest > 0 ? kAll >> 8 : 0;
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) acc[g][i] = _mm512_maskz_loadu_ps(mask[i], out + g * d + i * kLanes);
+  }
+  for (std::int64_t j = 0; j < rows; ++j, row += stride) {
+    __m512 weight[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) weight[g] = _mm512_set1_ps(weights[g][j]);
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      if (i * kLanes % kLine == 0 && mask[i]) prefetch(row + i * kLanes, ahead);
+      __m512 value = Key::load(mask[i], row + i * kLanes);
+      if constexpr (G > 1) asm("" : "+v"(value));  // one load, not one in each FMA
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) acc[g][i] = _mm512_fmadd_ps(weight[g], value, acc[g][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) _mm512_mask_storeu_ps(out + g * d + i * kLanes, mask[i], acc[g][i]);
+  }
+}
+
+template <class Key, int G>
+void strip_weigh(const WeighBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, Ahead ahead) {
+  constexpr int C = G <= 3 ? 8 : G <= 6 ? 4 : 2;  // accumulators, weights and a value are at most 31 registers
+  for (std::int64_t c = 0; c < block.head_dim; c += C * kLanes) {
+    const bool whole = c + C * kLanes <= block.head_dim;
+    (whole ? strip_columns<Key, G, C, true> : strip_columns<Key, G, C, false>)(block, head, first, rows, c, ahead);
+  }
+}
+
+// In strips that all heads and channels pass over while they are in L1, as scan_rows does.
+template <class Key>
+void weigh_in_order(const WeighBlock& block) {
+  using Strip = void (*)(const WeighBlock&, std::int64_t, std::int64_t, std::int64_t, Ahead);
+  static constexpr Strip kStrips[kMaxHeads + 1] = {
+      nullptr,
+      strip_weigh<Key, 1>, strip_weigh<Key, 2>, strip_weigh<Key, 3>, strip_weigh<Key, 4>,
+      strip_weigh<Key, 5>, strip_weigh<Key, 6>, strip_weigh<Key, 7>, strip_weigh<Key, 8>};
+  const std::int64_t heads = heads_of_pass(block.group);
+  const std::int64_t row_bytes = block.value_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
+  for (std::int64_t j = 0; j < block.rows; j += kLanes) {
+    const std::int64_t rows = block.rows - j < kLanes ? block.rows - j : kLanes;
+    const Ahead ahead = bytes_ahead(block.values, block.next, block.rows, row_bytes, j + kLanes, kLanes);
+    for (std::int64_t g = 0; g < block.group; g += heads) {
+      const std::int64_t n = block.group - g < heads ? block.group - g : heads;
+      kStrips[n](block, g, j, rows, ahead);
+    }
+  }
+}
+
 template <class Key>
 void weigh(const WeighBlock& block) {
   using Heads = void (*)(const WeighBlock&, const float*, float*);
@@ -276,6 +347,7 @@ void weigh(const WeighBlock& block) {
       heads_weigh<Key, 1>, heads_weigh<Key, 2>, heads_weigh<Key, 3>, heads_weigh<Key, 4>,
       heads_weigh<Key, 5>, heads_weigh<Key, 6>, heads_weigh<Key, 7>, heads_weigh<Key, 8>};
   if (block.rows == 0) return;
+  if (!block.list) return weigh_in_order<Key>(block);
   const std::int64_t heads = heads_of_pass(block.group);
   for (std::int64_t g = 0; g < block.group; g += heads) {
     const std::int64_t n = block.group - g < heads ? block.group - g : heads;

@@ -188,7 +188,7 @@ template <class Key>
 void weigh(const WeighBlock& block) {
   const auto* values = static_cast<const typename Key::Element*>(block.values);
   for (std::int64_t j = 0; j < block.rows; ++j) {
-    const auto* row = values + block.list[j] * block.value_stride;
+    const auto* row = values + (block.list ? std::int64_t{block.list[j]} : j) * block.value_stride;
     for (std::int64_t c = 0; c < block.head_dim; c += kLanes) {
       float value[kLanes];
       for (int i = 0; i < kLanes; ++i) value[i] = Key::load(row[c + i]);

@@ -21,6 +21,7 @@ namespace hybridgen {
 enum class KeyType : int { Float32 = 0, Float16 = 1, BFloat16 = 2, Int8 = 3, Int4 = 4, Int2 = 5 };
 constexpr int kKeyTypes = 6;
 constexpr int kValueTypes = 3;
+constexpr int kRowTypes = 4;  // those of rows, not of a sketch's blocks
 
 constexpr bool is_sketch(KeyType type) { return type == KeyType::Int4 || type == KeyType::Int2; }
 
@@ -66,17 +67,22 @@ constexpr Ahead kAheadBytes = {4 << 10, 12 << 10};
 // a time. At the end of the block's `count` rows it goes on in the block that the thread scans next (or so nearly: what
 // is asked for is never read here, and may be anything). 0, which asks for nothing new, where that is not known, and
 // where there is one row, whose stride means nothing.
-static inline Ahead bytes_ahead(const ScanBlock& block, std::int64_t count, std::int64_t stride_bytes, std::int64_t end,
-                                std::int64_t step) {
+static inline Ahead bytes_ahead(const void* start, const void* next, std::int64_t count, std::int64_t stride_bytes,
+                                std::int64_t end, std::int64_t step) {
   const auto ahead = [&](std::int64_t bytes) -> std::int64_t {
     if (stride_bytes <= 0) return 0;
     const std::int64_t distance = (bytes + step * stride_bytes - 1) / (step * stride_bytes) * step;  // whole steps
     if (end + distance <= count) return distance * stride_bytes;
-    if (!block.next) return 0;
-    const auto* behind = static_cast<const char*>(block.keys) + count * stride_bytes;
-    return static_cast<const char*>(block.next) - behind + distance * stride_bytes;
+    if (!next) return 0;
+    const auto* behind = static_cast<const char*>(start) + count * stride_bytes;
+    return static_cast<const char*>(next) - behind + distance * stride_bytes;
   };
   return {ahead(kAheadBytes.near), ahead(kAheadBytes.far)};
+}
+
+static inline Ahead bytes_ahead(const ScanBlock& block, std::int64_t count, std::int64_t stride_bytes, std::int64_t end,
+                                std::int64_t step) {
+  return bytes_ahead(block.keys, block.next, count, stride_bytes, end, step);
 }
 
 // Asks for what lies ahead of `at`.
@@ -88,7 +94,7 @@ static inline __attribute__((always_inline)) void prefetch(const void* at, Ahead
 using ScanFn = void (*)(const ScanBlock&);
 
 // out[g * head_dim + c] += sum_j weights[g * weight_stride + j] * values[list[j] * value_stride + c]
-// under the same conditions.
+// under the same conditions; without a list, values[j * value_stride + c].
 struct WeighBlock {
   const float* weights;
   const void* values;
@@ -99,6 +105,7 @@ struct WeighBlock {
   std::int64_t weight_stride;
   std::int64_t group;
   std::int64_t head_dim;
+  const void* next = nullptr;  // as in ScanBlock
 };
 
 using WeighFn = void (*)(const WeighBlock&);

@@ -36,7 +36,7 @@ class LayerAttention(ABC):
     pieces: Pieces = Pieces()
     #: The loop hands in a predicted query (`submit`) one layer ahead.
     predicts: bool = False
-    #: Rows of each sequence in the host tier as the last scan saw them; None without a host tier.
+    #: Rows of each sequence in the host tier as the last scan saw them; None where nothing is chosen from them.
     host_lengths: list[int] | None = None
     #: How the host keeps keys, where there is a host tier: a dtype, `int8`, `...+int2`.
     key_kind: str | None = None

@@ -11,7 +11,6 @@ before.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from hybridgen.attention.base import (
     DecodePlace,
-    LayerAttention,
     attention_logits,
     group_by_kv_head,
     joint_attention,
 )
+from hybridgen.attention.tiered import TieredAttention
 from hybridgen.kv_cache.host_keys import DeviceScan
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
@@ -43,12 +42,10 @@ from hybridgen.selection.budget import (
 from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_sizes, trial_mass
 from hybridgen.types import LayerPlan, TokenSelection
 
-_log = logging.getLogger(__name__)
-
 Scores = Tensor | DeviceScan | None  # logits, or a scan that will run in the stream of whoever asks for them
 
 
-class HybridAttention(LayerAttention):
+class HybridAttention(TieredAttention):
     """State of one layer between `submit`, `choose` and `attend`; choice and attention in torch."""
 
     weighs_by_scores = False  # `logits`: what is kept has to be scored
@@ -70,14 +67,13 @@ class HybridAttention(LayerAttention):
         candidates, listed_rows (int32, a row number for each host row of each KV head): None where no plan will ask
         for `pre_qkt`.
         """
+        super().__init__(layer, spec, kv, transfer)
         self.predicts = predicts
         self.host_lengths: list[int] = [0] * len(kv.lengths)
         self.scored = list(self.host_lengths)
-        self._kv, self._staging = kv, staging
+        self._staging = staging
         self._candidates, self._listed_rows = candidates, listed_rows
-        self._layer, self._spec = layer, spec
-        self._worker, self._transfer = worker, transfer
-        self._telemetry = transfer.telemetry
+        self._worker = worker
         self._plan: LayerPlan | None = None
         self._limits: KeepLimits | None = None  # of a choice that is to be made
         self._listed = False  # whether only candidates are scored
@@ -146,19 +142,6 @@ class HybridAttention(LayerAttention):
         if log_sum is not None and max(self.host_lengths):
             self._probe(query, log_sum)
         return context.to(query.dtype).reshape(query.shape[0], -1)
-
-    def age(self) -> None:
-        self._kv.age()
-
-    def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
-        self._kv.load_past(sequence, keys, values)
-
-    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
-        self._kv.store(sequence, keys, values, queries, first_piece)
-        self.key_kind = self._kv.host_keys.kind
-        while self._kv.notes:
-            _log.warning("layer %d keeps %s: %s", self._layer, self.key_kind, self._kv.notes.pop(0))
-        return self._kv.pending()
 
     def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
         """The choice in rows of the host tier, from logits [B, Hq, n] of the scored ones (None: all are kept)."""

@@ -92,6 +92,8 @@ def admit(
             f"what would fit: {_suggestion(choice, config, prompt_tokens, gen, batch, free)}"
         )
     config = settled.config
+    if config.attention.executor != "hybrid":
+        notes.append("every token is attended to: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
     full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"

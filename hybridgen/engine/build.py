@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from hybridgen.attention.tiered import Kernels
 from hybridgen.config import Config, with_settings
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
@@ -23,7 +24,7 @@ from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
 from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights
-from hybridgen.models.spec import ModelSpec
+from hybridgen.models.spec import LayerSpec, ModelSpec
 from hybridgen.models.tokenizer import has_tokenizer_files
 from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.offload.weights import HostWeights, WeightFootprint, host_weights, weight_footprint
@@ -217,6 +218,13 @@ def native_kernels(config: Config, device: torch.device) -> bool:
     return automatic if config.runtime.kernels == "auto" else config.runtime.kernels == "native"
 
 
+def device_kernels(config: Config, device: torch.device) -> Kernels:
+    """What attention on the device is made of."""
+    if native_kernels(config, device):
+        return "native"
+    return "triton" if device.type == "cuda" and config.runtime.kernels == "auto" else "torch"
+
+
 def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int]:
     """Bytes that may be planned with on the device (None without a GPU) and on the host."""
     host = config.placement.host_memory_bytes or int(0.9 * psutil.virtual_memory().available)
@@ -237,7 +245,7 @@ def plan_memory(
     spec, dtype = choice.spec, choice.dtype
     layout, element, keys_as = window_layout(config), dtype.itemsize, key_storage(config, dtype)
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
-    resident = window = host = staging = logits = past = listed = sketches = encoding = 0
+    resident = window = host = staging = logits = past = listed = sketches = encoding = streamed = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
         past = max(past, layer.kv_bytes_per_token(element) * capacity)
         if mode == "resident":
@@ -246,6 +254,10 @@ def plan_memory(
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
         host += tensor_bytes(shape, dtype) + sum(tensor_bytes(*part) for part in key_parts(shape, keys_as))
+        if mode == "streamed":
+            needed = _streamed_bytes(layer, batch, shape[2], layout.rows, dtype, device_kernels(config, choice.device))
+            streamed = max(streamed, needed)
+            continue
         keys = layer.num_kv_heads * capacity * layer.head_dim
         # Making codes of a sequence's keys, and judging them, takes several float32 copies (measured: 5.9 and 2.8 times
         # float16 keys).
@@ -253,6 +265,11 @@ def plan_memory(
             encoding = max(encoding, keys * (12 if keys_as.sketch_bits is not None else 6))
         if keys_as.on_device:
             sketches += tensor_bytes(*sketch_part(shape, keys_as))
+        if mode == "on_cpu":
+            contexts = batch * layer.num_heads * (2 * layer.head_dim + 1) * 4
+            name = "query and context for the CPU"
+            plan.host[name] = max(plan.host.get(name, 0), 2 * contexts)
+            continue
         kept = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (kept + layout.rows)
         # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
@@ -283,6 +300,7 @@ def plan_memory(
         "KV of sinks and windows": window,
         "sketches of the host's keys": sketches,
         "fetched rows": staging,
+        "streamed KV of two layers": streamed,
         "logits and choice": logits,
         "mass lately and candidates": 2 * listed,
         "prefill: hidden states": batch * capacity * spec.hidden_size * element,
@@ -296,6 +314,17 @@ def plan_memory(
         plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
     plan.host = {"KV host tier": host, "candidates": listed, **plan.host}
     return place_weights(choice, config, plan)
+
+
+def _streamed_bytes(layer: LayerSpec, batch: int, rows: int, window: int, dtype: torch.dtype, kernels: Kernels) -> int:
+    """Of layers whose host rows pass through the device: K and V of two of them, and what attention to one makes."""
+    slots = 2 * batch * rows * layer.kv_bytes_per_token(dtype.itemsize)
+    if kernels != "torch":
+        return slots + batch * layer.num_heads * (layer.head_dim + 2) * 4 * -(-(rows + window) // 256)
+    # Logits and weights of all sequences; of one, float32 copies of K, then of V.
+    logits = batch * layer.num_heads * (rows + window) * 4 * 3
+    copied = 0 if dtype is torch.float32 else layer.num_kv_heads * (rows + window) * layer.head_dim * 4
+    return slots + logits + copied
 
 
 def place_weights(choice: ModelChoice, config: Config, plan: MemoryPlan) -> MemoryPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -11,7 +12,9 @@ from hybridgen.attention.base import LayerAttention
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.hybrid_cpu import CpuHybridAttention
 from hybridgen.attention.hybrid_logits import LogitsHybridAttention
+from hybridgen.attention.on_cpu import OnCpuAttention
 from hybridgen.attention.resident import ResidentAttention
+from hybridgen.attention.streamed import StreamedAttention
 from hybridgen.config import Config
 from hybridgen.engine import build
 from hybridgen.engine.layer_modes import LayerMode
@@ -56,6 +59,7 @@ class LayerFactory:
         self._keys_as = build.key_storage(config, dtype)
         self._lists = names_candidates(config)
         self._native = build.native_kernels(config, device)
+        self._kernels = build.device_kernels(config, device)
         self._plain: type[HybridAttention] = HybridAttention
         if device.type == "cuda" and config.runtime.kernels == "auto":
             from hybridgen.attention.hybrid_cuda import CudaHybridAttention  # Triton: only where there is a GPU
@@ -73,6 +77,9 @@ class LayerFactory:
             else:
                 layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
             layers[-1].pieces = self._memory.transfer.pieces()
+        for attention, following in pairwise(layers):
+            if isinstance(attention, StreamedAttention) and isinstance(following, StreamedAttention):
+                attention.following = following
         return layers
 
     def _slabs(self, sequences: int, capacity: int) -> tuple[HostSlab, HostSlab]:
@@ -106,6 +113,15 @@ class LayerFactory:
             spec, sequences, capacity, self._layout, threshold, self._device, self._dtype, keys, values, transfer,
             self._keys_as,
         )  # fmt: skip
+        if mode == "on_cpu":
+            return OnCpuAttention(layer, spec, kv, transfer, self._kernels, worker)
+        if mode == "streamed":
+            if spec not in stagings:
+                host_rows = kv.host_values.tensor.shape[2]
+                stagings[spec] = Staging(
+                    sequences, spec.num_kv_heads, host_rows, spec.head_dim, self._device, self._dtype
+                )
+            return StreamedAttention(layer, spec, kv, transfer, self._kernels, stagings[spec])
         predicts = mode == "lookahead"
         weighs = predicts and self._config.attention.lookahead == "logits"
         executor: type[HybridAttention] = LogitsHybridAttention if weighs else self._plain

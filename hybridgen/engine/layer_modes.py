@@ -7,9 +7,15 @@ from typing import Literal
 from hybridgen.config import Config, ModelConfig
 from hybridgen.errors import ConfigError
 
-LayerMode = Literal["resident", "select", "lookahead"]
-"""resident: all KV on the device. select: tokens chosen by the true query, which is waited for.
-lookahead: tokens chosen by the query predicted from the previous layer's input."""
+LayerMode = Literal["resident", "streamed", "on_cpu", "select", "lookahead"]
+"""resident: all KV on the device. streamed: the host's KV comes to the device at every step, whole. on_cpu: the CPU
+attends to it. select: tokens chosen by the true query, which is waited for. lookahead: tokens chosen by the query
+predicted from the previous layer's input."""
+
+
+def chooses(mode: LayerMode) -> bool:
+    """Whether only some of the host's tokens are attended to."""
+    return mode in ("select", "lookahead")
 
 
 def all_resident(num_layers: int) -> tuple[LayerMode, ...]:
@@ -24,6 +30,8 @@ def layer_modes(config: Config, num_layers: int) -> tuple[LayerMode, ...]:
     """
     if config.attention.executor == "full":
         return all_resident(num_layers)
+    if config.attention.executor != "hybrid":
+        return (config.attention.executor,) * num_layers
     unknown = [layer for layer in config.model.exact_layers if layer >= num_layers]
     if unknown and config.model.exact_layers != ModelConfig().exact_layers:
         raise ConfigError(f"model.exact_layers: {unknown} are no layers of this model (0 to {num_layers - 1})")

@@ -74,7 +74,8 @@ def build_report(
             direction: statistics.fmean(step.bytes_moved.get(direction, 0) for step in steps) if steps else None
             for direction in ("h2d", "d2h", "cpu_read")
         },
-        "fetched_bytes_per_token": statistics.fmean(s.stage_bytes.get("fetch", 0) for s in steps) if steps else None,
+        "fetched_bytes_per_token": _moved_in("fetch", steps),
+        "streamed_kv_bytes_per_token": _moved_in("stream", steps),
         "budget": attended["budget"],
         "covered_mass": {
             "mean": attended["mass_mean"],
@@ -143,6 +144,11 @@ def _stages(steps: Sequence[StepTimings]) -> dict[str, float]:
         for stage, layers in step.stage_ms.items():
             totals[stage] += layers.values()
     return {stage: statistics.fmean(values) for stage, values in totals.items()}
+
+
+def _moved_in(stage: str, steps: Sequence[StepTimings]) -> float | None:
+    """Mean bytes of the stage a step."""
+    return statistics.fmean(step.stage_bytes.get(stage, 0) for step in steps) if steps else None
 
 
 def _median_ms(steps: Sequence[StepTimings], stage: str) -> float:

@@ -1,4 +1,4 @@
-"""The CPU's part of a decode step: scan the host's keys for a query, beside everything else.
+"""The CPU's part of a decode step: scan the host's keys for a query, or attend to its rows, beside everything else.
 
 `submit` hands a job to the C++ threads of `hybridgen._C` and returns at once; the ticket's `logits()`
 waits for them and brings the result to the device. The scan starts when the query has reached the
@@ -85,6 +85,37 @@ def selected_isa() -> str:
     return str(_C.selected_isa())
 
 
+@dataclass
+class _AttentionBuffers:
+    """What one attention job needs, in host memory that the device sees; float32."""
+
+    query: HostBuffer  # [B, Hq, d]
+    context: HostBuffer  # [B, Hq, d]
+    log_sum: HostBuffer  # [B, Hq]
+    last_use: Ticket  # after which they may be written again
+
+
+class AttentionTicket:
+    """Attention by the CPU, under way."""
+
+    def __init__(self, worker: LogitWorker, job: int, buffers: _AttentionBuffers, layer: int) -> None:
+        self._worker, self._job, self._buffers, self._layer = worker, job, buffers, layer
+
+    def partial(self) -> tuple[Tensor, Tensor]:
+        """Wait; context [B, Hq, d] and log sum exp(logit) [B, Hq], float32, in host memory that the device reads.
+
+        Read each once. A sequence without host rows has 0 and -inf. Valid until `release`.
+        """
+        self._worker._finish(self._job, "cpu_attention", self._layer)
+        context, log_sum = self._buffers.context.device_view, self._buffers.log_sum.device_view
+        self._worker._telemetry.count_bytes("h2d", context.nbytes + log_sum.nbytes)
+        return context, log_sum
+
+    def release(self, after: Ticket) -> None:
+        """Once `after` is over the result is not needed any more."""
+        self._buffers.last_use = after
+
+
 class LogitWorker:
     """Owns the scan threads and the buffers between them and the device."""
 
@@ -100,6 +131,7 @@ class LogitWorker:
         self._lazy = isinstance(transfer, LazyTransfer)
         self._free: dict[tuple[int, ...], list[_Buffers]] = {}
         self._numbers = itertools.count()
+        self._attention: dict[tuple[int, ...], list[_AttentionBuffers]] = {}
 
     @property
     def threads(self) -> int:
@@ -135,17 +167,7 @@ class LogitWorker:
         ValueError: what does not fit.
         """
         batch, heads, dim = query.shape
-        if isinstance(keys, ScannedKeys):
-            key_type, host_keys, tokens = keys.kind, keys.codes.tensor, _check_scanned(keys, query)
-        else:
-            host_keys = keys.tensor
-            if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
-                raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
-            if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
-                raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
-            key_type, tokens = KEY_TYPES[host_keys.dtype], host_keys.shape[2]
-        if len(lengths) != batch or max(lengths) > tokens:
-            raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
+        host_keys, tokens, arguments = _described(query, keys, lengths)
         if rows is not None:
             listed = rows.tensor
             if listed.dtype is not torch.int32 or not listed.is_contiguous():
@@ -161,33 +183,80 @@ class LogitWorker:
             buffers.logits.tensor.fill_(float("nan"))
         job = self._pool.submit(
             query=buffers.query.tensor.data_ptr(),
-            keys=host_keys.data_ptr(),
             out=buffers.logits.tensor.data_ptr(),
-            key_type=key_type,
-            num_heads=heads,
-            num_kv_heads=host_keys.shape[1],
-            head_dim=dim,
-            lengths=lengths,
-            key_strides=tuple(host_keys.stride()[:3]),
             out_strides=tuple(buffers.logits.tensor.stride()[:2]),
             scale=scale,
             hold=True,
             rows=0 if rows is None else rows.tensor.data_ptr(),
             rows_stride=0 if rows is None else rows.tensor.shape[2],
-            **(_quantized_arguments(keys) if isinstance(keys, ScannedKeys) else {}),
+            **arguments,
         )
-        if self._lazy:
-            if rows_copied is not None:
-                rows_copied.wait()
-            copied.wait()
-        else:
-            self._transfer.call_after(copied, *self._pool.start_call(job))
+        if self._lazy and rows_copied is not None:
+            rows_copied.wait()
+        self._start_after(copied, job)
         return ScanTicket(self, job, buffers, layer, max(lengths))
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: HostBuffer | ScannedKeys,
+        values: HostBuffer,
+        lengths: list[int],
+        scale: float,
+        layer: int,
+    ) -> AttentionTicket:
+        """Attend to the first lengths[b] rows of each sequence, all of them, in one pass.
+
+        query: [B, Hq, d] on the device; keys: as for `submit`, no sketch; values: [B, Hkv, N, d], channels contiguous,
+        in host memory. Both stay alive and unchanged until the ticket's `partial` has returned, which also counts what
+        was read. ValueError: what does not fit.
+        """
+        _, _, arguments = _described(query, keys, lengths)
+        rows = values.tensor
+        if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
+            raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
+        if rows.dtype not in KEY_TYPES or rows.stride(3) != 1 or max(lengths) > rows.shape[2]:
+            raise ValueError(
+                f"values: {rows.dtype} {tuple(rows.shape)} for lengths {lengths} (allowed: {list(KEY_TYPES)}, channels "
+                "contiguous, a row for each token)"
+            )
+        buffers = self._next_attention_buffers(tuple(query.shape))
+        copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
+        if self._lazy:
+            buffers.context.tensor.fill_(float("nan"))
+            buffers.log_sum.tensor.fill_(float("nan"))
+        job = self._pool.submit_attention(
+            query=buffers.query.tensor.data_ptr(),
+            values=rows.data_ptr(),
+            value_type=KEY_TYPES[rows.dtype],
+            value_strides=tuple(rows.stride()[:3]),
+            context=buffers.context.tensor.data_ptr(),
+            log_sum=buffers.log_sum.tensor.data_ptr(),
+            scale=scale,
+            hold=True,
+            **arguments,
+        )
+        self._start_after(copied, job)
+        return AttentionTicket(self, job, buffers, layer)
 
     def close(self) -> None:
         self._pool.close()
 
+    def _start_after(self, copied: Ticket, job: int) -> None:
+        """Have the job start once the query has been copied; with lazy transfers, when it is waited for."""
+        if self._lazy:
+            copied.wait()
+        else:
+            self._transfer.call_after(copied, *self._pool.start_call(job))
+
     def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
+        self._finish(job, "scan", layer)
+        logits = buffers.logits.device_view[:, :, :length]
+        self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
+        return logits
+
+    def _finish(self, job: int, stage: str, layer: int) -> None:
+        """Wait for the job, and count what it read."""
         if self._lazy:
             self._pool.start(job)
         waited_from = time.perf_counter()
@@ -196,12 +265,7 @@ class LogitWorker:
         start_s, end_s, read_bytes = self._pool.wait_and_count(job, help_)
         self._telemetry.count_bytes("cpu_read", read_bytes)
         self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
-        self._telemetry.host_time("scan", layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
-        logits = buffers.view
-        if logits is None or logits.shape[2] != length:
-            logits = buffers.view = buffers.logits.device_view[:, :, :length]
-        self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
-        return logits
+        self._telemetry.host_time(stage, layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
 
     def _take_buffers(self, batch: int, heads: int, length: int, dim: int, layer: int) -> _Buffers:
         """The same ones for a layer in every step, so that what reads them may be a piece (offload/pieces.py)."""
@@ -218,6 +282,47 @@ class LogitWorker:
         slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
         query, logits = (slab.take(shape, torch.float32) for shape in shapes)
         return _Buffers(query, logits, Ticket(), place, next(self._numbers))
+
+    def _next_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
+        """Two in turn, so that a layer's query may leave before the last layer's context has been read."""
+        pair = self._attention.setdefault(shape, [])
+        if len(pair) < 2:
+            sizes = (shape, shape, shape[:2])
+            slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes), self._device)
+            query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
+            pair.append(_AttentionBuffers(query, context, log_sum, Ticket()))
+        else:
+            pair.append(pair.pop(0))
+            pair[-1].last_use.wait_host()
+        return pair[-1]
+
+
+def _described(query: Tensor, keys: HostBuffer | ScannedKeys, lengths: list[int]) -> tuple[Tensor, int, dict[str, Any]]:
+    """The keys, how many tokens they are of, and what `hybridgen._C` wants to know of them. ValueError: what does not
+    fit."""
+    batch, heads, dim = query.shape
+    if isinstance(keys, ScannedKeys):
+        key_type, host_keys, tokens = keys.kind, keys.codes.tensor, _check_scanned(keys, query)
+    else:
+        host_keys = keys.tensor
+        if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
+            raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
+        if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
+            raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
+        key_type, tokens = KEY_TYPES[host_keys.dtype], host_keys.shape[2]
+    if len(lengths) != batch or max(lengths) > tokens:
+        raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
+    arguments = {
+        "keys": host_keys.data_ptr(),
+        "key_type": key_type,
+        "num_heads": heads,
+        "num_kv_heads": host_keys.shape[1],
+        "head_dim": dim,
+        "lengths": lengths,
+        "key_strides": tuple(host_keys.stride()[:3]),
+        **(_quantized_arguments(keys) if isinstance(keys, ScannedKeys) else {}),
+    }
+    return host_keys, tokens, arguments
 
 
 def _check_scanned(keys: ScannedKeys, query: Tensor) -> int:

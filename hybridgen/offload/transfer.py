@@ -94,6 +94,15 @@ class TransferEngine(ABC):
         not decode, fetch the parts and do it yourself.
         """
         return None
+    def stream_rows(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
+        """Copy the first lengths[b] rows of each head to the device, by DMA, in the stream of whoever calls.
+
+        sources: each contiguous [B, Hkv, N, d]; targets: of the same types, contiguous [B, Hkv, n, d], n no less than
+        the longest length. Rows beyond a length are left as they are.
+        """
+        row_bytes = sum(source.tensor.shape[1] * source.tensor[0, 0, 0].nbytes for source in sources)
+        self.telemetry.count_bytes("h2d", sum(lengths) * row_bytes)
+        return self._stream(sources, lengths, targets)
 
     def follow(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """The caller's stream is the one that runs from now on. A prefill or a step begins with it."""
@@ -108,7 +117,8 @@ class TransferEngine(ABC):
     def beside(self, after: Ticket, stream: str = "beside") -> AbstractContextManager[None]:
         """What is issued inside runs beside the compute stream, once `after` is over.
 
-        stream: `beside`, `weights` or `assembly`, which neither wait for each other nor for copies.
+        stream: `beside`, `weights`, `assembly` or `h2d`, which do not wait for each other; `h2d` is that of copies to
+        the device.
         """
         return nullcontext()
 
@@ -141,6 +151,14 @@ class TransferEngine(ABC):
                 torch.index_select(source.device_view.view(-1, dim), 0, flat, out=out.view(-1, dim))
 
         return self._issue(targets, gather, "h2d", [flat])
+
+    def _stream(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
+        def copy() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                for b, length in enumerate(lengths):
+                    target[b, :, :length].copy_(source.tensor[b, :, :length])
+
+        return self._issue(targets, copy, "h2d", [])
 
     @abstractmethod
     def _issue(
@@ -334,6 +352,18 @@ class CudaTransfer(TransferEngine):
         fetch_rows(tables, rows.contiguous(), counts.contiguous(), targets, (scales.device_view, mean))
         return FetchTicket(self.mark(), targets)
 
+    def _stream(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
+        stream = self._running.stream.cuda_stream
+        for target, source in zip(targets, sources, strict=True):
+            for to, rows, length in zip(target, source.device_view, lengths, strict=True):
+                if length:
+                    copy_pieces(self._driver, to[:, :length], rows[:, :length], stream)
+        return self.mark()
+
+    def _check(self, call: str, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"{call} failed with CUDA error {status}")
+
     def _issue(
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
     ) -> Ticket:
@@ -354,8 +384,7 @@ class CudaTransfer(TransferEngine):
             ctypes.c_void_p(function_address),
             ctypes.c_void_p(data_address),
         )
-        if status != 0:
-            raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {status}")
+        self._check("cuLaunchHostFunc", status)
 
 
 def _row_bytes(sources: list[HostBuffer]) -> int:

@@ -20,8 +20,12 @@ from tests.equivalence.zoo import ModelZoo
         ("llama-gqa2", Settings(keep=1.0, window=64, lookahead="off"), "hybridgen", {}),
         ("qwen2", Settings(keep=None, keep_mass=1.0, window=1), "hybridgen", {"runtime__prefill_chunk": 33}),
         ("llama-gqa3", Settings(window=16), "full", {"runtime__micro_batch": 1}),
+        ("llama-gqa3", Settings(window=16), "aog", {"runtime__micro_batch": 1}),
+        ("llama-gqa2", Settings(window=64), "aog", {}),
+        ("qwen2", Settings(window=16), "aoc", {"runtime__prefill_chunk": 33}),
+        ("opt", Settings(window=1), "aoc", {"runtime__transfer": "immediate"}),
     ],
-    ids=["keep", "off", "mass, chunks", "full"],
+    ids=["keep", "off", "mass, chunks", "full", "aog", "aog, window 64", "aoc, chunks", "aoc, immediate"],
 )
 def test_turns_equal_one_text_at_full_budget(
     zoo: ModelZoo, name: str, settings: Settings, strategy: str, overrides: dict[str, Any]

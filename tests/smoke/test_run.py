@@ -136,6 +136,26 @@ def test_strategy_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert set(report["exact_layers"].values()) == {"resident"} and len(report["exact_layers"]) == 30
 
 
+@needs_smollm2
+@pytest.mark.parametrize("strategy", ["aog", "aoc"])
+def test_strategies_that_attend_to_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    """With the default schedule. 30 layers, 384 rows of 3 heads of 64 float32 on the host; no block ages in 3 steps."""
+    report = finish([*SMOLLM2[:-1], "4", "--strategy", strategy], tmp_path / "r.json", schedule=None)
+    out = capsys.readouterr().out
+    assert "--keep, --lookahead, --schedule" in out and report["scheduler"]["mode"] == "fixed"
+    assert report["strategy"] == strategy and report["budget"] == 1.0
+    assert report["covered_mass"]["mean"] is None and report["kept_fraction"] is None
+    kv, moved = 30 * 2 * 384 * 3 * 64 * 4, report["bytes_per_token"]
+    if strategy == "aog":
+        assert moved == {"h2d": kv, "d2h": 0, "cpu_read": 0} and report["streamed_kv_bytes_per_token"] == kv
+    else:
+        assert moved == {"h2d": 30 * 9 * 65 * 4, "d2h": 30 * 9 * 64 * 4, "cpu_read": kv}
+        assert report["streamed_kv_bytes_per_token"] == 0
+    assert set(report["exact_layers"].values()) == {"streamed" if strategy == "aog" else "on_cpu"}
+    full = finish([*SMOLLM2[:-1], "4", "--strategy", "full"], tmp_path / "f.json")
+    assert report["output_ids"] == full["output_ids"]
+
+
 # Tiny models
 
 

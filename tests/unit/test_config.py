@@ -334,6 +334,27 @@ def test_an_unknown_strategy_is_told_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "setting", "said"),
+    [
+        ("aog", {"cache.sketch": "int4"}, r"cache\.sketch = 'int4' with attention\.executor = 'streamed'"),
+        ("aoc", {"cache.sketch": "int2"}, r"cache\.sketch = 'int2' with attention\.executor = 'on_cpu'"),
+        ("aog", {"cache.key_type": "int8"}, r"cache\.key_type = 'int8' with .*'streamed'.*allowed: 'auto'"),
+        ("aog", {"cache.key_type": "fp16"}, "allowed: 'auto'"),
+        ("aoc", {"cache.key_type": "int8"}, None),
+        ("aoc", {"selection.keep": 0.1, "attention.lookahead": "off", "schedule.mode": "feedback"}, None),
+    ],
+)
+def test_what_does_not_go_with_attention_to_all(strategy: str, setting: dict[str, Any], said: str | None) -> None:
+    given = {path: Setting(value, "test") for path, value in setting.items()}
+    settings = merge_settings(load_strategy(strategy), given)
+    if said is None:
+        assert build_config(settings).attention.executor == "on_cpu"
+        return
+    with pytest.raises(ConfigError, match=said):
+        build_config(settings)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"cache.sketch_home": "gpu"}, "without a sketch"),

@@ -135,6 +135,16 @@ def test_strategy_full_stands_alone(run: Callable[..., dict[str, Any]]) -> None:
     assert result["against_full"] is None and result["budget"] == 1.0
 
 
+@pytest.mark.parametrize("strategy", ["aog", "aoc"])
+def test_strategies_that_attend_to_all_are_full_attention(run: Callable[..., dict[str, Any]], strategy: str) -> None:
+    report = run("--strategy", strategy)
+    names = ["full attention", f"all tokens, {'streamed' if strategy == 'aog' else 'on_cpu'}"]
+    assert [condition["name"] for condition in report["conditions"]] == names
+    full, other = report["texts"][0]["results"]
+    assert other["budget"] == 1.0 and report["conditions"][1]["covered_mass_kind"] is None
+    assert other["perplexity"]["value"] == pytest.approx(full["perplexity"]["value"], rel=1e-4)
+
+
 def test_what_is_finished_survives_an_interruption(
     run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +219,7 @@ def test_a_short_text_is_told_how_many_passages_it_holds() -> None:
         (["--also", "lookahead=never"], "from --also lookahead=never"),
         (["--also", "keep=2.0"], "from --also keep=2.0"),
         (["--strategy", "full", "--also", "keep=0.1"], "strategy full chooses nothing"),
+        (["--strategy", "aoc", "--also", "keep=0.1"], "'on_cpu' chooses nothing"),
         (["--batch", "0"], "run.batch = 0 (from --batch)"),
         (["--context", "2500", "--set", "model.extend_positions=false"], "exceed"),
         (["--set", "placement.host_memory_bytes=3000000"], "what would fit: --batch"),

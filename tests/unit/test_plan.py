@@ -119,6 +119,36 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
     assert (found["KV of resident layers"] > 0) == (mode == "resident")
 
 
+@pytest.mark.parametrize("executor", ["streamed", "on_cpu"])
+@pytest.mark.parametrize("capacity", [500, 60])
+def test_the_plan_of_strategies_that_attend_to_all(tiny: Path, executor: str, capacity: int) -> None:
+    config = config_of(tiny, attention__executor=executor, cache__gpu_window=50, model__dtype="bfloat16")
+    batch, choice = 3, build.choose_model(config)
+    modes = layer_modes(config, choice.spec.num_layers)
+    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    with LLM.from_parts(config, choice, build.obtain_weights(choice, config, needs_text=False), modes) as llm:
+        (micro_batch,) = llm.new_batch([capacity] * batch).micro_batches
+        kvs: list[Any] = [layer._kv for layer in micro_batch.layers]  # type: ignore[attr-defined]
+        staging: Any = getattr(micro_batch.layers[0], "_staging", None)
+    window = sum(kv.keys.nbytes + kv.values.nbytes for kv in kvs)
+    host = sum(kv.host_keys.in_place.tensor.nbytes + kv.host_values.tensor.nbytes for kv in kvs)
+    assert plan.device["KV of sinks and windows"] == window and plan.host["KV host tier"] == host
+    assert plan.device["KV of resident layers"] == plan.device["fetched rows"] == plan.device["logits and choice"] == 0
+    streamed = plan.device["streamed KV of two layers"]
+    if executor == "on_cpu":
+        assert streamed == 0 and plan.host["query and context for the CPU"] > 0
+    else:
+        slots = staging._slots.nbytes
+        assert slots == 2 * host // len(kvs) <= streamed < 1.5 * slots
+
+
+def test_a_strategy_that_attends_to_all_says_what_has_no_effect(tiny: Path) -> None:
+    choice = build.choose_model(config_of(tiny))
+    for executor in ("hybrid", "full", "streamed", "on_cpu"):
+        notes = admit(choice, config_of(tiny, attention__executor=executor), 900, 10, 1).notes
+        assert any("--keep" in note for note in notes) == (executor != "hybrid")
+
+
 def test_admission_to_the_byte(tiny: Path) -> None:
     config = config_of(tiny, model__exact_layers_mode="select")
     choice = build.choose_model(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridgen.config import Config, Setting, build_config
-from hybridgen.engine.layer_modes import layer_modes
+from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.schedule import FixedSchedule
 from hybridgen.types import KeepRule
 
@@ -27,6 +27,8 @@ def config(**values: object) -> Config:
         ({}, 9, "RRRLL"),
         ({"attention__lookahead": "off"}, "resident", "RRRSS"),
         ({"attention__executor": "full"}, "select", "RRRRR"),
+        ({"attention__executor": "streamed"}, "resident", "AAAAA"),
+        ({"attention__executor": "on_cpu", "model__exact_layers": [9]}, "select", "CCCCC"),  # no layer is exact
         ({"model__exact_layers": []}, "resident", "RLLLL"),  # layer 0 has no layer before it
         ({"model__exact_layers": [4, 2]}, "select", "SLSLS"),
         ({"model__exact_layers": [4, 2]}, 2, "RLRLS"),
@@ -34,7 +36,7 @@ def config(**values: object) -> Config:
     ],
 )
 def test_modes(values: dict[str, object], exact: str | int, expected: str) -> None:
-    names = {"R": "resident", "S": "select", "L": "lookahead"}
+    names = {"R": "resident", "A": "streamed", "C": "on_cpu", "S": "select", "L": "lookahead"}
     found = layer_modes(config(**values, model__exact_layers_mode=exact), 5)
     assert found == tuple(names[c] for c in expected)
 
@@ -63,6 +65,10 @@ def test_probes_rotate_over_the_layers_that_choose() -> None:
     assert probed == {0: [1], 16: [3], 32: [4], 48: [5], 64: [1], 80: [3]}
 
 
-def test_nothing_to_probe() -> None:
-    schedule = FixedSchedule(("resident", "resident"), RULE, 16)
+@pytest.mark.parametrize("mode", ["resident", "streamed", "on_cpu"])
+def test_nothing_to_probe(mode: LayerMode) -> None:
+    schedule = FixedSchedule((mode, mode), RULE, 16)
+    assert {(layer.mode, layer.keep) for layer in schedule.plan(0).layers} == {
+        ("resident" if mode == "resident" else "all", None)
+    }
     assert not any(layer.probe_mass for step in range(40) for layer in schedule.plan(step).layers)

@@ -191,12 +191,27 @@ def test_a_report_of_an_older_version_can_be_replayed(tmp_path: Path) -> None:
     assert plans == [fixed.plan(0), fixed.plan(1)]
 
 
+@pytest.mark.parametrize("modes", [("streamed",) * 3, ("on_cpu",) * 3])
+def test_where_nothing_is_chosen_every_schedule_plans_the_same(modes: tuple[LayerMode, ...], tmp_path: Path) -> None:
+    plan = StepPlan((LayerPlan("all", None),) * 3)
+    assert FixedSchedule(modes, RULE, 16).plan(0) == PaperSchedule(modes, 16).plan(0) == plan
+    for mode in ("fixed", "feedback"):
+        config = build_config({"schedule.mode": Setting(mode, "test")})
+        assert make_schedule(config, modes, random_weights=False).plan(0) == plan
+    path = report(tmp_path / "r.json", {"scheduler": {"steps": encode([plan] * 3)}})
+    assert ReplaySchedule(read_plans(path), modes).plan(7) == plan
+    for wrong in ("resident", "lookahead"):
+        with pytest.raises(ConfigError, match=f"plans layer 0 as all, but here it is {wrong}"):
+            ReplaySchedule([plan], (wrong,) * 3)
+
+
 @pytest.mark.parametrize(
     ("modes", "message"),
     [
         (MODES[:4], r"r\.json: step 0 plans 5 layers, but the model has 4"),
         (("resident",) * 5, r"plans layer 1 as post_qkt, but here it is resident"),
         (("lookahead",) * 5, r"plans layer 0 as resident, but here it is lookahead"),
+        (("streamed",) * 5, r"plans layer 0 as resident, but here it is streamed"),
     ],
 )
 def test_replay_of_another_model(modes: tuple[LayerMode, ...], message: str) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridgen.offload.host_memory import ALIGNMENT_BYTES, HostBuffer, HostSlab, padded_bytes
-from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, TransferEngine, make_transfer
+from hybridgen.offload.transfer import (
+    CudaTransfer,
+    ImmediateTransfer,
+    LazyTransfer,
+    Ticket,
+    TransferEngine,
+    make_transfer,
+)
 from hybridgen.telemetry import Telemetry
 
 CPU = torch.device("cpu")
@@ -138,3 +147,51 @@ def test_a_tensor_outlives_its_slab() -> None:
 def test_poison_is_nan_in_every_type(dtype: torch.dtype) -> None:
     assert HostSlab(4096, CPU, poison=True).take((16,), dtype).tensor.isnan().all()
     assert (HostSlab(4096, CPU).take((16,), dtype).tensor == 0).all()
+
+
+class MemoryCopies:
+    """Stands in for the CUDA driver: 2-D copies, of memory that the CPU sees."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def cuMemcpy2DAsync_v2(self, about: Any, stream: ctypes.c_void_p) -> int:  # noqa: N802 - the driver's name
+        copy = about._obj
+        assert ctypes.sizeof(copy) == 128, "as in cuda.h"
+        assert (copy.srcMemoryType, copy.dstMemoryType, stream.value) == (4, 4, 77)
+        assert copy.srcPitch >= copy.WidthInBytes <= copy.dstPitch
+        for row in range(copy.Height):
+            to, source = copy.dstDevice + row * copy.dstPitch, copy.srcDevice + row * copy.srcPitch
+            ctypes.memmove(to, source, copy.WidthInBytes)
+        self.calls += 1
+        return 0
+
+
+class CudaCopies(CudaTransfer):
+    """What `CudaTransfer` tells the driver, without a GPU."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry, self._driver = telemetry, MemoryCopies()  # type: ignore[assignment]
+        self._running = SimpleNamespace(stream=SimpleNamespace(cuda_stream=77))  # type: ignore[assignment]
+
+    def mark(self) -> Ticket:
+        return Ticket()
+
+
+@pytest.mark.parametrize("kind", [*BOTH, CudaCopies])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_use_are_streamed(telemetry: Telemetry, kind: type[TransferEngine], dtype: torch.dtype) -> None:
+    """Ragged, from a tier with room to spare into slots of the longest."""
+    sources = [host(torch.randn(3, 2, 40, 8).to(dtype)) for _ in range(2)]
+    lengths = [33, 0, 16]
+    targets = [torch.zeros(3, 2, 33, 8, dtype=dtype) for _ in range(2)]
+    transfer = kind(telemetry)
+    transfer.stream_rows(sources, lengths, targets).wait()
+    for source, target in zip(sources, targets, strict=True):
+        for b, length in enumerate(lengths):
+            assert torch.equal(target[b, :, :length], source.tensor[b, :, :length])
+            rest = target[b, :, length:]
+            assert rest.isnan().all() if kind is LazyTransfer else (rest == 0).all()
+    assert dict(telemetry.bytes_moved) == {"h2d": 2 * 49 * 2 * 8 * dtype.itemsize}
+    if isinstance(transfer, CudaCopies):
+        assert transfer._driver.calls == 4, "one a sequence with rows, of K and of V"

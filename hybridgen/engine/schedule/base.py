@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridgen.engine.layer_modes import LayerMode
-from hybridgen.types import StepPlan
+from hybridgen.engine.layer_modes import LayerMode, chooses
+from hybridgen.types import LayerPlan, StepPlan
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,16 @@ class Schedule(Protocol):
         ...
 
 
+def settled_plan(mode: LayerMode) -> LayerPlan | None:
+    """The plan of a layer that chooses nothing; None for a layer that a schedule plans."""
+    if mode == "resident":
+        return LayerPlan("resident", None)
+    return None if chooses(mode) else LayerPlan("all", None)
+
+
 def tiered_layers(modes: Sequence[LayerMode]) -> list[int]:
-    """The layers that have a host tier."""
-    return [layer for layer, mode in enumerate(modes) if mode != "resident"]
+    """The layers that choose from a host tier."""
+    return [layer for layer, mode in enumerate(modes) if chooses(mode)]
 
 
 def controlled_layers(modes: Sequence[LayerMode]) -> list[int]:

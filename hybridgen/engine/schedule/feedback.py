@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.schedule.average import RunningAverages
-from hybridgen.engine.schedule.base import StepObservation, controlled_layers, tiered_layers
+from hybridgen.engine.schedule.base import StepObservation, controlled_layers, settled_plan, tiered_layers
 from hybridgen.engine.schedule.fixed import with_probe
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
 
@@ -108,7 +108,7 @@ class FeedbackSchedule:
     def plan(self, step: int) -> StepPlan:
         """The plan of the next decode step."""
         full = LayerPlan("post_qkt", self._rule)
-        layers = [LayerPlan("resident", None) if mode == "resident" else full for mode in self._modes]
+        layers = [settled_plan(mode) or full for mode in self._modes]
         for layer in self._controlled:
             layers[layer] = self._controlled_plan()
         if self._guarded and self._host_tokens and self._controlled:

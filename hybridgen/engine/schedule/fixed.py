@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridgen.engine.layer_modes import LayerMode
-from hybridgen.engine.schedule.base import StepObservation, tiered_layers
+from hybridgen.engine.schedule.base import StepObservation, settled_plan, tiered_layers
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
 
 
@@ -17,9 +17,7 @@ class FixedSchedule:
     """
 
     def __init__(self, modes: Sequence[LayerMode], rule: KeepRule, probe_interval: int) -> None:
-        self._plain = [
-            LayerPlan("resident", None) if mode == "resident" else LayerPlan("post_qkt", rule) for mode in modes
-        ]
+        self._plain = [settled_plan(mode) or LayerPlan("post_qkt", rule) for mode in modes]
         self._tiered = tiered_layers(modes)
         self._probe_interval = probe_interval
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridgen.engine.layer_modes import LayerMode
-from hybridgen.engine.schedule.base import StepObservation, tiered_layers
+from hybridgen.engine.schedule.base import StepObservation, settled_plan, tiered_layers
 from hybridgen.engine.schedule.fixed import with_probe
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
 
@@ -42,7 +42,7 @@ class PaperSchedule:
         """The plan of the next decode step."""
         rule = KeepRule(round(self._ratio, 6), None, min_keep=1)
         tiered = LayerPlan("post_qkt" if self._cap is None else "pre_qkt", rule, self._cap)
-        layers = [LayerPlan("resident", None) if mode == "resident" else tiered for mode in self._modes]
+        layers = [settled_plan(mode) or tiered for mode in self._modes]
         return with_probe(layers, step, self._tiered, self._probe_interval)
 
     def observe(self, observation: StepObservation) -> None:

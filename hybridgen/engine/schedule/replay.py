@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridgen.engine.layer_modes import LayerMode
-from hybridgen.engine.schedule.base import StepObservation
+from hybridgen.engine.schedule.base import StepObservation, settled_plan
 from hybridgen.errors import ConfigError
 from hybridgen.types import KeepRule, LayerPlan, StepPlan
 
@@ -32,7 +32,9 @@ class ReplaySchedule:
                     f"{source}: step {number} plans {len(step.layers)} layers, but the model has {len(modes)}"
                 )
             for layer, (plan, mode) in enumerate(zip(step.layers, modes, strict=True)):
-                if (plan.mode == "resident") != (mode == "resident"):
+                settled = settled_plan(mode)
+                asked = plan.mode if plan.mode in ("resident", "all") else None
+                if asked != (None if settled is None else settled.mode):
                     raise ConfigError(
                         f"{source}: step {number} plans layer {layer} as {plan.mode}, but here it is {mode} "
                         "(give the same strategy and model.exact_layers_mode)"
@@ -88,7 +90,7 @@ def _layer_entry(plan: LayerPlan) -> dict[str, Any]:
 
 
 def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
-    if entry["mode"] not in ("resident", "post_qkt", "pre_qkt"):
+    if entry["mode"] not in ("resident", "all", "post_qkt", "pre_qkt"):
         raise ValueError(f"unknown mode {entry['mode']!r}")
     return LayerPlan(
         mode=entry["mode"],
