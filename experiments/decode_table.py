@@ -1,0 +1,140 @@
+"""Decode at the limits of the machine: every offloaded way beside its limit, one row a run, on random weights.
+
+    python experiments/decode_table.py run --out DIR [--part 1/2] [--rows NAME ...]
+    python experiments/decode_table.py table DIR
+
+Needs a GPU and the machine file of `hybridgen.bench link` (scripts/gpu_bench.sh makes it). A row that has its report
+in DIR already is not run again. Offloaded rows get `--gpu-memory 32GiB`, a window of 512 and --schedule fixed; `kept`
+is `--keep`. The limit is the report's `limit_ms`: contracts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OPT = ("--model", "opt-13b", "--seq", "32k")
+LLAMA = ("--model", "llama-3.1-8b", "--seq", "131000")
+BUDGET = ("--gpu-memory", "32GiB", "--gpu-window", "512")
+TENTH = ("--keep", "0.1")
+INT8 = ("--key-type", "int8")
+HOST_INT2 = ("--sketch", "int2", "--sketch-home", "host")
+GPU_INT2 = ("--sketch", "int2", "--sketch-home", "gpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: its name in the table, and flags of `hybridgen.run`."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+ROWS = (
+    Row("opt-13b 32k full, all resident", (*OPT, "--strategy", "full")),
+    Row("opt-13b 32k fp16 10%", (*OPT, *BUDGET, *TENTH)),
+    Row("opt-13b 32k fp16 28%", (*OPT, *BUDGET, "--keep", "0.28")),
+    Row("opt-13b 32k int8 10%", (*OPT, *BUDGET, *INT8, *TENTH)),
+    Row("opt-13b 32k host int2 2%", (*OPT, *BUDGET, *HOST_INT2, "--keep", "0.02")),
+    Row("opt-13b 32k host int2 10%", (*OPT, *BUDGET, *HOST_INT2, *TENTH)),
+    Row("opt-13b 32k gpu int2 2%", (*OPT, *BUDGET, *GPU_INT2, "--keep", "0.02")),
+    Row("opt-13b 32k gpu int2 5%", (*OPT, *BUDGET, *GPU_INT2, "--keep", "0.05")),
+    Row("opt-13b 32k aog", (*OPT, *BUDGET, "--strategy", "aog")),
+    Row("opt-13b 32k aoc", (*OPT, *BUDGET, "--strategy", "aoc")),
+    Row("llama-3.1-8b 131000 full, all resident", (*LLAMA, "--strategy", "full")),
+    Row("llama-3.1-8b 131000 int8 10%", (*LLAMA, *BUDGET, *INT8, *TENTH)),
+    Row("llama-3.1-8b 131000 host int2 2%", (*LLAMA, *BUDGET, *HOST_INT2, "--keep", "0.02")),
+    Row("llama-3.1-8b 131000 gpu int2 2%", (*LLAMA, *BUDGET, *GPU_INT2, "--keep", "0.02")),
+    Row("opt-13b 16k x 4 int8 10%", ("--model", "opt-13b", "--seq", "16k", "--batch", "4", *BUDGET, *INT8, *TENTH)),
+    Row("llama-3.1-8b 64k in 24 GiB", ("--model", "llama-3.1-8b", "--seq", "64k", "--gpu-memory", "24GiB", *TENTH)),
+)  # fmt: skip
+
+
+def path_of(row: Row, out: Path) -> Path:
+    """Where its report lies."""
+    return out / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in row.name)}.json"
+
+
+def run(row: Row, out: Path) -> str:
+    """Run it, and say how that went."""
+    path = path_of(row, out)
+    if path.exists():
+        return "done before"
+    command = [
+        sys.executable, "-m", "hybridgen.run", *row.flags, "--weights", "random", "--gen", "24", "--schedule", "fixed",
+        "--report", str(path),
+    ]  # fmt: skip
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        return f"FAILED ({done.returncode}): {done.stderr[-500:]}"
+    return f"{time.perf_counter() - start:.0f} s"
+
+
+def part_of(text: str) -> list[Row]:
+    """`2/3`: the second of three parts of about as many rows."""
+    number, parts = (int(word) for word in text.split("/"))
+    if not 1 <= number <= parts:
+        raise argparse.ArgumentTypeError(f"{text!r}: the part must lie between 1 and {parts}")
+    return [row for index, row in enumerate(ROWS) if index * parts // len(ROWS) == number - 1]
+
+
+def table(out: Path) -> str:
+    """A line for each row that has a report."""
+    lines = [
+        f"{'row':<40} {'ms':>7} {'p90':>7} {'limit':>7} {'ratio':>6} {'by':>5} {'idle':>5} {'gap':>5} {'kept':>6} "
+        f"{'budget':>6} {'GiB':>6} {'prefill s':>9}"
+    ]
+    for row in ROWS:
+        if path_of(row, out).exists():
+            lines.append(_line(row, json.loads(path_of(row, out).read_text(encoding="utf-8"))))
+    return "\n".join(lines)
+
+
+def _line(row: Row, report: dict[str, Any]) -> str:
+    spent, limit, idle = report["decode_ms_per_token"], report["limit_ms"], report["gpu_idle_fraction"]
+    resources = {name: value for name, value in (limit or {}).items() if name != "limit" and value is not None}
+    by = max(resources, key=lambda name: resources[name], default="-")
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return (
+        f"{row.name:<40} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit and limit['limit'], 1):>7} "
+        f"{number(limit and spent['median'] / limit['limit'], 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
+        f"{number(idle and idle['launch_gap'], 2):>5} {number(report['kept_fraction'], 3):>6} "
+        f"{number(report['budget'], 3):>6} {number((report['peak_gpu_bytes'] or 0) / 2**30, 1):>6} "
+        f"{report['prefill_s']:>9.2f}"
+    )
+
+
+def main() -> int:
+    """Run rows or print the table; 1 if a row failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="run rows that have no report yet, then print the table")
+    runs.add_argument("--out", type=Path, required=True)
+    runs.add_argument("--part", type=part_of, default=list(ROWS), metavar="n/N")
+    runs.add_argument("--rows", nargs="+", metavar="NAME", help="only rows whose names contain one of these")
+    commands.add_parser("table", help="print the table").add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    failed = False
+    if arguments.command == "run":
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for row in arguments.part:
+            if arguments.rows is None or any(word in row.name for word in arguments.rows):
+                result = run(row, arguments.out)
+                failed |= result.startswith("FAILED")
+                print(f"{row.name}: {result}", flush=True)
+    print(table(arguments.out))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
