@@ -30,6 +30,8 @@ constexpr int kMaxHeads = 8;             // heads of one pass over a strip
 constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
 constexpr __mmask16 kAll = 0xffff;
 
+#include "stores512.h"
+
 struct Float32 {
   using Element = float;
   static __m512 load(__mmask16 mask, const float* p) { return _mm512_maskz_loadu_ps(mask, p); }
@@ -44,10 +46,12 @@ struct Float16 {
 
 struct BFloat16 {
   using Element = std::uint16_t;
-  // bf16 is the upper half of an fp32. (vdpbf16ps would round the query to bf16 as well.)
+  // bf16 is the upper half of an fp32: one permutation, where widening and shifting are two instructions. (vdpbf16ps
+  // would round the query to bf16 as well, and is slower.)
   static __m512 load(__mmask16 mask, const std::uint16_t* p) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i keys = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(mask, p));
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, _mm512_slli_epi32(lane, 16), keys));
   }
 };
 
@@ -164,8 +168,13 @@ void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::i
                                               R == 16 ? 4 : R == 8 ? 3 : R == 4 ? 2 : 1);  // lane i's: i / R
       logits = _mm512_fmadd_ps(logits, repeated<R>(steps), _mm512_permutexvar_ps(heads, shifts));
     }
+    logits = _mm512_mul_ps(logits, _mm512_set1_ps(block.scale));
+    if (R == kLanes && n == R) {
+      store_line(block.out + head * block.out_stride + first + j, logits);
+      continue;
+    }
     float sums[kLanes];
-    _mm512_storeu_ps(sums, _mm512_mul_ps(logits, _mm512_set1_ps(block.scale)));
+    _mm512_storeu_ps(sums, logits);
     for (int g = 0; g < G; ++g) {
       float* to = block.out + (head + g) * block.out_stride + first + j;
       if (n == R) {
@@ -220,6 +229,7 @@ void scan_rows(const ScanBlock& block) {
 template <class Key>
 void scan(const ScanBlock& block) {
   block.list ? scan_rows<Key, true>(block) : scan_rows<Key, false>(block);
+  finish_stores();
 }
 
 // G heads from `weights` on, up to C registers of channels from c on: G * C accumulators walk along the rows, a

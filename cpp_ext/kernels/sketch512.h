@@ -1,7 +1,7 @@
 // Scans of sketches in registers of 512 bits, for avx512.cpp and avx512_vnni.cpp: included by each within its target
 // region and its anonymous namespace, after `dot(sums, codes, weights)`, which adds four products of unsigned codes and
-// signed weights to each 32-bit sum, and `kMostCode`, the largest code that it can take. No other file may include it,
-// hence no guard.
+// signed weights to each 32-bit sum, `kMostCode`, the largest code that it can take, and stores512.h. No other file may
+// include it, hence no guard.
 //
 // A block is 64 tokens x head_dim channels, 2.5 KiB for int2 and 128 channels. First the query is folded into the
 // block's scales and zeros for each head; then for each quad of channels the codes are unpacked once, T registers of 16
@@ -70,6 +70,10 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
   }
 }
 
+// Not where a block's logits are many beside its bytes: they would hold the buffers that its bytes come through.
+template <int Bits, int G>
+constexpr bool kStreamed = 16 * G <= 8 * Bits;
+
 // Tokens from 16 * First on, 16 * T of them, of the block at `codes`, for the G heads with these weights. `ahead`:
 // to what is prefetched beside each load.
 template <int Bits, int G, int T, int First>
@@ -119,7 +123,13 @@ inline __attribute__((always_inline)) void part(const unsigned char* codes, std:
       const float size = in_place(t) ? 1.0f / static_cast<float>(1 << (Bits * ((First + t) % kPlaces))) : 1.0f;
       const __m512 step = _mm512_set1_ps(scale * folded[g].step * size);
       const __m512 logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[g][t]), step, base);
-      _mm512_storeu_ps(out + g * out_stride + 16 * (First + t), logits);
+      float* to = out + g * out_stride + 16 * (First + t);
+      // A stride of 64 is that of scan_sketch's own buffer, which is read at once (or of a single block's logits).
+      if (kStreamed<Bits, G> && out_stride != kSketchTokens) {
+        store_line(to, logits);
+      } else {
+        _mm512_storeu_ps(to, logits);
+      }
     }
   }
 }
@@ -190,4 +200,5 @@ void scan_sketch(const ScanBlock& block) {
     }
     j = end;
   }
+  finish_stores();
 }

@@ -1,7 +1,10 @@
 """Keys in fewer bits: int8 in place of the keys, and sketches of 2 or 4 bits beside them.
 
 int8: one scale a token and KV head, symmetric about a per-channel mean: key = scale * code + mean. The mean goes first
-because some models' key biases (Qwen2.5) are far larger than what tells their tokens apart.
+because some models' key biases (Qwen2.5) are far larger than what tells their tokens apart. Where the CPU has VNNI, the
+scan takes a query head for integers of 16 bits with step = max |query| / 32639, so a logit is off by at most
+step / 2 * scale * sum |code|, besides float32's rounding. (For normal keys and queries that is a 200th of what the
+rounding of the keys may cost.)
 
 Sketch: blocks of 64 tokens; in each block every channel has its own scale and zero: key = scale * code + zero. A block
 is one run of bytes: the codes, fp16 scale[d], fp16 zero[d]. Its codes are laid out for integer dot products of four

@@ -12,6 +12,9 @@ Plain float64, no code of the engine. The numeric definitions:
   127 steps each way of its largest channel, one step a block and query head, and what rounding took from it is made
   good for a code in the middle (cpp_ext/kernels/scan.h).
 
+Where the CPU multiplies int8 keys in integers, their scan takes a query head for integers of 16 bits times one step
+(cpp_ext/kernels/avx512_vnni.cpp).
+
 A key within float32's rounding of the middle between two codes may become either. `judge` says whether another
 implementation's choice is one of the two, and it is then taken over (`StoredKeys.follow`), so that it does not spread.
 """
@@ -26,6 +29,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridgen import _C
+
 KeyType = Literal["fp32", "fp16", "bf16", "int8"]
 Sketch = Literal["none", "int4", "int2"]
 
@@ -37,6 +42,9 @@ SKETCH_BITS = {"int4": 4, "int2": 2}
 # How far float32 keys and queries are from float64 ones, of 1 + their size: several times what is observed.
 # A step of int8 is about 2e-2 of these models' keys.
 ROUNDING = 1e-4
+
+ROUNDS_QUERY = _C.selected_isa() == "avx512_vnni"  # of int8 keys: no other kernel does
+MOST_QUERY = 127 * 256 + 127  # the largest of its integers
 
 QUERIES = 64
 LEAST_KEYS = 128
@@ -97,6 +105,19 @@ def exact_int8(keys: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     centred = keys - mean[:, None]
     scales = centred.abs().amax(-1).clamp(min=1e-30) / 127
     return centred / scales[..., None], scales
+
+
+def query_step(query: Tensor) -> Tensor:
+    """What the integers for query heads [..., d] are multiplied by, float32 [..., 1]."""
+    most = query.float().abs().amax(-1, keepdim=True)
+    return most / torch.full_like(most, MOST_QUERY)
+
+
+def rounded_query(query: Tensor) -> Tensor:
+    """What int8 keys are multiplied by instead of query heads [..., d]; float32 as far as integers depend on it."""
+    most = query.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 1e-30, torch.full_like(most, MOST_QUERY) / most, 0.0)
+    return (query.float() * inverse).round().double() * query_step(query).double()  # half to even
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -235,6 +256,18 @@ class StoredKeys:
         """Of the sketch; 0 without one."""
         return SKETCH_BITS.get(self.storage.sketch, 0)
 
+    @property
+    def rounds_query(self) -> bool:
+        """Does the scan of the rows?"""
+        return self.storage.key_type == "int8" and ROUNDS_QUERY
+
+    def rounding_of(self, kv_head: int, query: Tensor) -> float:
+        """The most that the scan's rounding of query [group, d] can move an unscaled logit of the rows."""
+        if not self.rounds_query or not self.rows.shape[1]:
+            return 0.0
+        sizes = (self.rows[kv_head] - self.mean[kv_head]).abs().sum(-1)
+        return float(query_step(query).max() / 2 * sizes.max())
+
     def add(self, keys: Tensor) -> None:
         """Whole blocks [kv_heads, 64 * m, d] enter the host."""
         assert keys.shape[1] % BLOCK == 0
@@ -259,7 +292,12 @@ class StoredKeys:
     def logits(self, kv_head: int, query: Tensor, rounding: Tensor | None = None) -> Tensor:
         """Of query [group, d] and every row, unscaled, [group, n]; rounding: the query that decides on ties."""
         if not self.bits:
-            return query @ self.rows[kv_head].T
+            if not self.rounds_query:
+                return query @ self.rows[kv_head].T
+            mean = self.mean[kv_head]
+            return rounded_query(query if rounding is None else rounding) @ (self.rows[kv_head] - mean).T + (
+                query @ mean
+            ).unsqueeze(-1)
         if self.storage.sketch_home == "gpu":
             return query @ self.sketched()[kv_head].T
         sketch = self.codes[kv_head], self.scale[kv_head], self.zero[kv_head]

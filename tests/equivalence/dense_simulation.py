@@ -266,6 +266,7 @@ class LayerRecord:
     close_namings: list[str] = field(default_factory=list)  # within rounding of other candidates
     trials: list[list[float]] = field(default_factory=list)  # per KV head, the mass of each; NaN: a close naming
     true_mass: list[float] = field(default_factory=list)  # per KV head, covered by the true query and stored keys
+    mass_rounding: list[float] = field(default_factory=list)  # the most that a scan's rounding of the query moves it by
 
     @property
     def budget(self) -> float:
@@ -609,6 +610,9 @@ class DenseSimulation:
         if record.tiered:
             covered = logits[..., attended].logsumexp(-1) - logits.logsumexp(-1)
             record.true_mass.append(float(covered.exp().mean()))
+            stored = self.stored[layer]
+            moved = 0.0 if stored is None else stored.rounding_of(kv_head, query[heads, 0])
+            record.mass_rounding.append(moved * self.model.head_dim**-0.5)
         if record.tiered and self.weighs_predicted(layer):
             scored = record.candidates[kv_head] if record.candidates else list(self._host(record))
             logits[..., scored] = self._scores(layer, predicted, record)[heads][..., scored]
@@ -757,7 +761,7 @@ class DenseSimulation:
     def _scores(self, layer: int, chooser: Tensor, record: LayerRecord) -> Tensor:
         """[heads, 1, rows]: of sinks and window by their keys, of the host by what the scan reads."""
         logits, stored, host = self._logits(chooser, self._cached(layer)), self.stored[layer], self._host(record)
-        if stored is None or not stored.bits or not host:
+        if stored is None or not (stored.bits or stored.rounds_query) or not host:
             return logits
         rounding = self._seen[layer].query if layer in self._seen else chooser[:, 0]
         for kv_head in range(self.model.kv_heads):

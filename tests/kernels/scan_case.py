@@ -15,6 +15,8 @@ KEY_TYPES = ("float32", "float16", "bfloat16")
 SKETCH_BITS = {"int4": 4, "int2": 2}
 QUANTIZED = ("int8", *SKETCH_BITS)
 ISAS = tuple(_C.isa_variants())
+MOST_QUERY = 127 * 256 + 127  # avx512_vnni's query heads are integers up to it, where they meet int8 keys
+MOST_ROUNDED_DIM = 512  # of heads that are
 
 
 def fresh_rng() -> np.random.Generator:
@@ -138,6 +140,18 @@ class ScanCase:
 
     def forget(self) -> None:
         self.out[:] = np.nan
+
+
+def rounded_query(query: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What avx512_vnni takes for query heads [..., d] before int8 keys meet them, and its steps [..., 1]; float64.
+
+    By its definition in cpp_ext/kernels/avx512_vnni.cpp; fp32 as far as integers depend on it.
+    """
+    most = abs(query).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(most > 1e-30, np.float32(MOST_QUERY) / most, np.float32(0))
+    step = (most / np.float32(MOST_QUERY)).astype(np.float64)
+    return np.rint(query * inverse) * step, step
 
 
 @dataclass
@@ -273,12 +287,14 @@ class QuantizedCase:
             want[g] += q.astype(np.float64) @ self.key_mean[b, h].astype(np.float64)
         return self.scale * want
 
-    def check(self) -> None:
+    def check(self, isa: str) -> None:
         """Against float64; nothing is written beyond the lengths. int8: within rounding of fp32 sums, as ScanCase.
 
-        Sketches: within rounding of their definition.
+        Where `isa` rounds the query of int8 keys, within that of the rounded one, and within half a step a channel
+        more of the query itself. Sketches: within rounding of their definition.
         """
         rounding = (2 * self.head_dim / 8 + 16) * 2.0**-24
+        rounds = isa == "avx512_vnni" and self.bits is None and self.head_dim <= MOST_ROUNDED_DIM
         for b, length in enumerate(self.lengths):
             assert np.isnan(self.out[b, :, length:]).all(), f"written beyond lengths[{b}]={length}"
             for h in range(self.num_kv_heads):
@@ -286,13 +302,19 @@ class QuantizedCase:
                 q, mean = self.query[b, heads].astype(np.float64), self.key_mean[b, h].astype(np.float64)
                 K, _ = self.scanned(b, h)
                 size = abs(q) @ abs(K).T + (abs(q) @ abs(mean))[:, None]
+                wants = [(self.scale * (q @ K.T + (q @ mean)[:, None]), size * rounding)]
                 if self.bits:
-                    want = self.logits(b, h)
                     size += 20 * abs(q).sum(axis=1)[:, None]  # of its parts: scales and zeros of 1, codes of 15
-                else:
-                    want = self.scale * (q @ K.T + (q @ mean)[:, None])
-                error = abs(self.out[b, heads, :length] - want)
-                assert (error <= rounding * abs(self.scale) * size).all(), f"sequence {b}, KV head {h}: {error.max()}"
+                    wants = [(self.logits(b, h), size * rounding)]
+                elif rounds:
+                    rounded, step = rounded_query(self.query[b, heads])
+                    wants = [
+                        (wants[0][0], size * rounding + step / 2 * abs(K).sum(axis=1)),
+                        (self.scale * (rounded @ K.T + (q @ mean)[:, None]), size * rounding),
+                    ]
+                for want, allowed in wants:
+                    error = abs(self.out[b, heads, :length] - want)
+                    assert (error <= abs(self.scale) * allowed).all(), f"sequence {b}, KV head {h}: {error.max()}"
 
     def read_bytes(self) -> int:
         """What the scan reads of the keys."""

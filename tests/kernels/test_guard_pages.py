@@ -111,7 +111,7 @@ def quantized_scan_between_guards(isa: str) -> None:
                         worker.wait(job)
                         got = (ctypes.c_float * (group * length)).from_address(at["out"])
                         case.out[0, :, :length] = np.array(got).reshape(group, length)
-                        case.check()
+                        case.check(isa)
     worker.close()
 
 

@@ -22,7 +22,7 @@ def run(case: QuantizedCase, isa: str, threads: int = 1, bytes_known: bool = Tru
         assert worker.jobs_by_isa == {name: int(name == isa) for name in ISAS}
     finally:
         worker.close()
-    case.check()
+    case.check(isa)
     if bytes_known:  # of an unsorted list, and of one cut into chunks within a block, it may be more
         assert read_bytes == case.read_bytes()
 
@@ -103,6 +103,38 @@ def test_zero_constant_and_huge_rows_of_int8(isa):
     case.key_scales[0, 0, :70] = scales[0, 0].numpy()
     run(case, isa)
     assert np.isfinite(case.out[0, :, :70]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_largest_sums_of_int8(isa):
+    """Every product has the largest size and one sign: beyond a head_dim of 512 it would not fit 32 bits."""
+    for head_dim in (504, 512, 520, 1024):
+        for code in (-128, 127):
+            case = QuantizedCase("int8", [20], 1, 2, head_dim)
+            case.keys[0, 0, :20] = np.array([code], np.int8).view(np.uint8)
+            case.query[0, 0], case.query[0, 1] = 3.0, -3.0
+            run(case, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_with_queries_that_are_small_large_or_no_numbers(isa):
+    for size in (0.0, 1e-42, 1e-38):
+        case = QuantizedCase("int8", [40], 1, 3, 64, mean=False)
+        case.query[:] = size
+        worker = _C.ScanWorker(0, isa=isa)
+        worker.wait(case.submit(worker))
+        assert (abs(case.out[0, :, :40]) <= 1e-35).all()
+    case = QuantizedCase("int8", [40], 1, 3, 64, mean=False)
+    case.query *= np.float32([1e-20, 1, 1e30])[None, :, None]
+    case.query[0, 1, 5:] *= 1e-4  # one channel decides
+    run(case, isa)
+    for channel, value in ((3, np.nan), (63, np.inf), (0, -np.inf)):
+        case = QuantizedCase("int8", [40], 1, 2, 64, mean=False)
+        case.query[0, 1, channel] = value
+        case.keys[0, 0, :40, channel] = 1
+        worker = _C.ScanWorker(0, isa=isa)
+        worker.wait(case.submit(worker))
+        assert np.isfinite(case.out[0, 0, :40]).all() and not np.isfinite(case.out[0, 1, :40]).any()
 
 
 @pytest.mark.parametrize("key_type", SKETCH_BITS)
