@@ -387,6 +387,15 @@ context: address of fp32 [batch, num_heads, head_dim]; log_sum: of fp32 [batch, 
 Each thread does a softmax of its own over the tokens that it takes; they are merged by their sums.)")
       .def("start", &ScanWorker::start, py::arg("job"),
            "Starts a held job. ValueError: unknown, not held, or started already. RuntimeError: closed.")
+      .def("watch", [](ScanWorker& worker, ScanWorker::JobId job, std::uintptr_t start, std::uintptr_t done,
+                       std::uint32_t turn) {
+             worker.watch(job, reinterpret_cast<const std::uint32_t*>(start), reinterpret_cast<std::uint32_t*>(done),
+                          turn);
+           },
+           py::arg("job"), py::arg("start"), py::arg("done"), py::arg("turn"),
+           R"(Has a held job start when the uint32 at address `start` reaches `turn`, which is written to the one at `done`
+when the job is done, or the worker closed. Both stay alive until then. Jobs are looked at in the order in which they are given
+here; idle threads watch without parking. ValueError: a worker without threads, a job that something starts already.)")
       .def("start_call", [](ScanWorker& worker, ScanWorker::JobId job) {
              const auto call = worker.start_call(job);
              return std::make_pair(reinterpret_cast<std::uintptr_t>(call.function),

@@ -22,6 +22,12 @@ constexpr std::int64_t kMaxChunkBytes = 128 << 10;  // 10 to 20 us of one thread
 constexpr std::int64_t kMaxAttendBytes = 256 << 10;  // keys and values
 constexpr std::int64_t kChunksPerThread = 16;
 constexpr auto kSpin = std::chrono::microseconds(5);
+constexpr auto kPatience = std::chrono::milliseconds(2);  // a watched word is looked at all the time, then now and then
+constexpr auto kNap = std::chrono::microseconds(20);
+
+bool has_reached(const std::uint32_t* word, std::uint32_t turn) {
+  return static_cast<std::int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - turn) >= 0;
+}
 
 void pause() {
 #if defined(__x86_64__)
@@ -185,6 +191,9 @@ struct ScanWorker::Job {
   bool linked = false;        // in the list of ready jobs
   bool waited_for = false;    // somebody is in wait()
   bool call_pending = false;  // a start call is out
+  const std::uint32_t* start_word = nullptr;  // of a watched job
+  std::uint32_t* done_word = nullptr;
+  std::uint32_t turn = 0;
   int workers = 0;            // inside work_on
   Span span{};
 
@@ -258,6 +267,8 @@ ScanWorker::Job& ScanWorker::new_slot() {
 
 void ScanWorker::release(Job& job) {
   job.id = -1;
+  job.start_word = nullptr;
+  job.done_word = nullptr;
   job.state = State::Free;
   if (!job.call_pending) free_.push_back(&job);  // else the late call must still find a job that is not startable
 }
@@ -359,6 +370,42 @@ void ScanWorker::start_from_call(Job& job) {
   work_cv_.notify_one();
 }
 
+void ScanWorker::watch(JobId id, const std::uint32_t* start, std::uint32_t* done, std::uint32_t turn) {
+  check_process();
+  require(num_threads_ > 0, "threads", num_threads_, "positive, for somebody has to watch");
+  require(start && done, "start, done", 0, "non-null addresses");
+  Lock lock(mutex_);
+  Job& job = find(id);
+  if (closing_) throw std::runtime_error("this ScanWorker is closed");
+  if (job.state != State::Held || job.call_pending || job.start_word) {
+    throw std::invalid_argument("job=" + std::to_string(id) + ": must be a held job that nothing is to start yet");
+  }
+  job.start_word = start;
+  job.done_word = done;
+  job.turn = turn;
+  watched_.push_back(&job);
+  lock.unlock();
+  work_cv_.notify_all();  // all are awake when the word comes
+}
+
+// Makes ready what has been waited for. The mutex is held.
+void ScanWorker::start_watched() {
+  while (!watched_.empty() && has_reached(watched_.front()->start_word, watched_.front()->turn)) {
+    Job& job = *watched_.front();
+    watched_.pop_front();
+    if (job.state == State::Held) make_ready(job);
+  }
+}
+
+// Until the word is there, or something else has been made ready.
+void ScanWorker::look_at(const std::uint32_t* word, std::uint32_t turn, std::uint64_t seen) const {
+  const auto patient = Clock::now() + kPatience;
+  while (!has_reached(word, turn) && started_ == seen && !closing_) {
+    for (int i = 0; i < 8; ++i) pause();
+    if (Clock::now() > patient) std::this_thread::sleep_for(kNap);
+  }
+}
+
 // The mutex is held; the caller then notifies one thread, and threads that find work wake others (work_on): a CUDA
 // callback pays for one wake-up, not for fifteen.
 void ScanWorker::make_ready(Job& job) {
@@ -429,6 +476,7 @@ void ScanWorker::work_on(Job& job, Lock& lock) {
 void ScanWorker::finish(Job& job) {
   ++jobs_done_;
   job.state = State::Done;
+  if (job.done_word) __atomic_store_n(job.done_word, job.turn, __ATOMIC_RELEASE);
   wait_cv_.notify_all();
 }
 
@@ -533,10 +581,19 @@ void ScanWorker::thread_loop() {
       continue;
     }
     const std::uint64_t seen = started_;
+    if (!watched_.empty()) {
+      const std::uint32_t* word = watched_.front()->start_word;
+      const std::uint32_t turn = watched_.front()->turn;
+      lock.unlock();
+      look_at(word, turn, seen);
+      lock.lock();
+      start_watched();
+      continue;
+    }
     lock.unlock();
     spin([&] { return started_ != seen || closing_; });
     lock.lock();
-    work_cv_.wait(lock, [&] { return closing_ || first_ready(); });
+    work_cv_.wait(lock, [&] { return closing_ || first_ready() || !watched_.empty(); });
   }
 }
 
@@ -598,6 +655,9 @@ void ScanWorker::close() {
   }
   Lock lock(mutex_);
   wait_cv_.wait(lock, [&] { return active_ == 0; });  // helpers
+  for (const auto& job : slots_) {  // a stream that waits for one would wait for ever
+    if (job->done_word && job->state != State::Free) __atomic_store_n(job->done_word, job->turn, __ATOMIC_RELEASE);
+  }
 }
 
 bool ScanWorker::may_be_deleted() {

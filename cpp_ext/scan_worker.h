@@ -14,6 +14,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -89,6 +90,11 @@ class ScanWorker {
   // A plain function for a thread that must not know Python, for example CUDA's callback thread. Calling it later than
   // the wait, after close() or a second time is harmless.
   StartCall start_call(JobId id);
+  // For a held job, in place of a start call: it starts when the word at `start` has reached `turn` (it wraps around),
+  // and `turn` is written to `done` when it is done, or on close(). Both lie in memory that a GPU sees, whose streams
+  // write the one and wait for the other: no thread of ours stands between. Jobs are looked at in the order in which
+  // they were given; meanwhile idle threads do not park. Needs threads > 0.
+  void watch(JobId id, const std::uint32_t* start, std::uint32_t* done, std::uint32_t turn);
   bool done(JobId id);
   // Empty after `timeout`; then the job can be waited for again.
   std::optional<Span> wait(JobId id, bool help, Clock::duration timeout);
@@ -115,6 +121,8 @@ class ScanWorker {
   Job& new_slot();
   void cut(Job& job) const;
   void make_ready(Job& job);
+  void start_watched();
+  void look_at(const std::uint32_t* word, std::uint32_t turn, std::uint64_t seen) const;
   void finish(Job& job);
   void release(Job& job);
   Job* first_ready() const;
@@ -141,6 +149,7 @@ class ScanWorker {
   std::condition_variable wait_cv_;  // waiters: started, done, or closing
   std::vector<std::unique_ptr<Job>> slots_;  // never shrinks: jobs keep their address, and a steady state allocates none
   std::vector<Job*> free_;
+  std::deque<Job*> watched_;
   Job* ready_first_ = nullptr;
   Job* ready_last_ = nullptr;
   std::int64_t last_serial_ = 0;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -95,6 +96,8 @@ class Telemetry:
     enabled: bool = True
     sample_every: int = 1
     trace_steps: int = 0
+    #: Called when a step is over: whoever measures beside it hands in what it has.
+    settle: Callable[[], None] | None = None
     bytes_moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _spans: list[_Span] = field(default_factory=list)
     _host_spans: list[TracedSpan] = field(default_factory=list)
@@ -130,6 +133,8 @@ class Telemetry:
 
     def begin_step(self) -> None:
         """Waits for the running stream only if the step is to be traced."""
+        if self.settle is not None:
+            self.settle()  # of a step that nobody ended
         self._spans.clear()
         self._host_spans.clear()
         self._device_units.clear()
@@ -150,6 +155,8 @@ class Telemetry:
     def end_step(self) -> StepTimings:
         """Close the step; the caller has already waited for its result (it has the token)."""
         step_ms = (time.perf_counter() - self._step_start) * 1e3
+        if self.settle is not None:
+            self.settle()
         stage_ms: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in self._spans:
             if span.end is not None:

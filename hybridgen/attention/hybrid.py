@@ -116,9 +116,9 @@ class HybridAttention(TieredAttention):
             return
         assert self._query is not None
         scan = self._scan
-        scores = None if scan is None else scan if isinstance(scan, DeviceScan) else scan.logits()
         with self._transfer.beside(self._submitted):
             self._transfer.hand_over(self._query)
+            scores = None if scan is None else scan if isinstance(scan, DeviceScan) else scan.logits()
             with self._telemetry.span("choose", self._layer, row="beside"):
                 self.selection = self._selected(self._query, scores, self._limits)
                 self._chosen = self._transfer.mark(self._chosen)

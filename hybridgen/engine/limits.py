@@ -81,13 +81,13 @@ def idle_fraction(
 ) -> dict[str, float] | None:
     """Shares of a step in which the GPU does no work of its own, by cause; None where that is not known.
 
-    link_wait: the compute stream stood for fetched rows; scan_wait: the host stood for scores, beyond what the GPU
-    had in its queue; launch_gap: the rest.
+    link_wait: the compute stream stood for fetched rows; scan_wait: so much of that as these had to wait for scores;
+    launch_gap: the rest.
     """
     if gpu_ms is None or not step_ms:
         return None
     idle = max(0.0, step_ms - gpu_ms)
-    link_wait = min(idle, link_wait_ms)
-    scan_wait = min(idle - link_wait, scan_wait_ms)
-    parts = {"total": idle, "link_wait": link_wait, "scan_wait": scan_wait, "launch_gap": idle - link_wait - scan_wait}
+    waiting = min(idle, link_wait_ms)
+    scan_wait = min(waiting, scan_wait_ms)
+    parts = {"total": idle, "link_wait": waiting - scan_wait, "scan_wait": scan_wait, "launch_gap": idle - waiting}
     return {name: spent / step_ms for name, spent in parts.items()}

@@ -2,7 +2,8 @@
 
 `submit` hands a job to the C++ threads of `hybridgen._C` and returns at once; the ticket's `logits()`
 waits for them and brings the result to the device. The scan starts when the query has reached the
-host: on CUDA the copy's stream itself starts the job, no Python thread stands between.
+host: on CUDA the copy's stream itself sets a word that the threads watch, and the stream that needs the scores waits
+for another word: neither Python nor CUDA's own threads stand between, and the host may be layers ahead.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class _Buffers:
     last_use: Ticket  # after which they may be written again
     place: tuple[int, ...]  # where they are kept when free: shape of the query, and whether the layer is odd
     number: int  # the lowest is used first
+    words: tuple[HostBuffer, HostBuffer]  # int32 [1]: the device's start signal, and the scan's end
+    turn: int = 0  # of the scan they serve: the value of both words
     view: Tensor | None = None  # of the logits, as they were last asked for
 
 
@@ -68,9 +71,10 @@ class ScanTicket:
         self._layer, self._length = layer, length
 
     def logits(self) -> Tensor:
-        """Wait; float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
+        """float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
 
-        Valid until `release`.
+        For work that is issued to the running stream from now on: with signals it waits there for the scan's end,
+        without them the host waits here. Valid until `release`.
         """
         return self._worker._collect(self._job, self._buffers, self._layer, self._length)
 
@@ -131,6 +135,11 @@ class LogitWorker:
         self._lazy = isinstance(transfer, LazyTransfer)
         self._free: dict[tuple[int, ...], list[_Buffers]] = {}
         self._numbers = itertools.count()
+        # With signals, the device starts a scan and waits for it; the host only looks at what was measured, in the end.
+        self._signals = transfer.signals and threads > 0
+        self._unsettled: list[tuple[int, int]] = []  # jobs and their layers
+        if self._signals:
+            transfer.telemetry.settle = self._settle
         self._attention: dict[tuple[int, ...], list[_AttentionBuffers]] = {}
 
     @property
@@ -179,7 +188,10 @@ class LogitWorker:
                 raise ValueError(f"lengths: {lengths} do not fit rows of shape {tuple(listed.shape)}")
 
         buffers = self._take_buffers(batch, heads, tokens, dim, layer)
-        copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
+        copied = Ticket()
+        if not self._signals:
+            buffers.last_use.wait_host()
+            copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
         if self._lazy:
             buffers.logits.tensor.fill_(float("nan"))
         job = self._pool.submit(
@@ -192,6 +204,14 @@ class LogitWorker:
             rows_stride=0 if rows is None else rows.tensor.shape[2],
             **arguments,
         )
+        if self._signals:
+            buffers.turn = (buffers.turn + 1) % (1 << 32)
+            start, done = buffers.words
+            self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
+            query_target, last_use = buffers.query.device_view, buffers.last_use
+            self._transfer.copy_and_signal(query_target, query, last_use, start, buffers.turn)
+            self._unsettled.append((job, layer))
+            return ScanTicket(self, job, buffers, layer, max(lengths))
         if self._lazy and rows_copied is not None:
             rows_copied.wait()
         self._start_after(copied, job)
@@ -251,8 +271,14 @@ class LogitWorker:
             self._transfer.call_after(copied, *self._pool.start_call(job))
 
     def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
-        self._finish(job, "scan", layer)
-        logits = buffers.logits.device_view[:, :, :length]
+        if self._signals:
+            with self._telemetry.span("scan_wait", layer, row="beside"):
+                self._transfer.await_signal(buffers.words[1], buffers.turn)
+        else:
+            self._finish(job, "scan", layer)
+        logits = buffers.view
+        if logits is None or logits.shape[2] != length:
+            logits = buffers.view = buffers.logits.device_view[:, :, :length]
         self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
         return logits
 
@@ -263,9 +289,12 @@ class LogitWorker:
         waited_from = time.perf_counter()
         # With a GPU to feed, the thread that feeds it does not scan.
         help_ = self.threads == 0 or self._device.type == "cpu"
+        self._count(job, stage, layer, help_)
+        self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
+
+    def _count(self, job: int, stage: str, layer: int, help_: bool) -> None:
         start_s, end_s, read_bytes = self._pool.wait_and_count(job, help_)
         self._telemetry.count_bytes("cpu_read", read_bytes)
-        self._telemetry.host_time("scan_wait", layer, waited_from, time.perf_counter())
         self._telemetry.host_time(stage, layer, start_s, end_s, row="scan worker", moved_bytes=read_bytes)
 
     def _take_buffers(self, batch: int, heads: int, length: int, dim: int, layer: int) -> _Buffers:
@@ -275,14 +304,24 @@ class LogitWorker:
         if free:
             buffers = min(free, key=lambda some: some.number)
             free.remove(buffers)
-            buffers.last_use.wait_host()
             if buffers.logits.tensor.shape[2] >= length:
                 return buffers
+            buffers.last_use.wait_host()
         # None is free, or it is from a shorter request and makes way.
         shapes = ((batch, heads, dim), (batch, heads, length))
-        slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes), self._device)
+        word_bytes = padded_bytes((1,), torch.int32)
+        slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes) + 2 * word_bytes, self._device)
         query, logits = (slab.take(shape, torch.float32) for shape in shapes)
-        return _Buffers(query, logits, Ticket(), place, next(self._numbers))
+        words = slab.take((1,), torch.int32), slab.take((1,), torch.int32)  # each alone in its cache line
+        for word in words:
+            word.tensor.zero_()
+        return _Buffers(query, logits, Ticket(), place, next(self._numbers), words)
+
+    def _settle(self) -> None:
+        """Count what scans have read and how long they took; they are over, or nearly so."""
+        for job, layer in self._unsettled:
+            self._count(job, "scan", layer, help_=False)
+        self._unsettled.clear()
 
     def _next_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
         """Two in turn, so that a layer's query may leave before the last layer's context has been read."""

@@ -165,6 +165,20 @@ class TransferEngine(ABC):
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
     ) -> Ticket: ...
 
+    #: Whether the device itself can tell the host's threads something, and wait for them: `signal`, `await_signal`.
+    signals: bool = False
+
+    def copy_and_signal(self, target: Tensor, source: Tensor, after: Ticket, word: HostBuffer, value: int) -> None:
+        """Once `after` is over, copy source into target, as in direction "d2h"; then set a word of the host's memory.
+
+        word: int32 [1], seen by the device.
+        """
+        raise NotImplementedError
+
+    def await_signal(self, word: HostBuffer, value: int) -> None:
+        """What is issued to the running stream from now on waits until the word has reached the value."""
+        raise NotImplementedError
+
     @abstractmethod
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
         """Have some thread call `function(data)` once the ticket's transfer is done."""
@@ -271,6 +285,8 @@ class CudaClock:
 class CudaTransfer(TransferEngine):
     """A side stream a direction; each transfer starts after what the running stream was given before it."""
 
+    signals = True
+
     def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
         self._running = _Running(torch.cuda.current_stream(device))
         self.clock = CudaClock(self._running)
@@ -359,6 +375,24 @@ class CudaTransfer(TransferEngine):
                 if length:
                     copy_pieces(self._driver, to[:, :length], rows[:, :length], stream)
         return self.mark()
+
+    def copy_and_signal(self, target: Tensor, source: Tensor, after: Ticket, word: HostBuffer, value: int) -> None:
+        self.telemetry.count_bytes("d2h", target.numel() * target.element_size())
+        stream = self._streams["d2h"]
+        with self.beside(self.mark(), "d2h"):
+            after.wait()
+            self._copy(target, source)
+            self._on_word(self._driver.cuStreamWriteValue32_v2, stream, word, value)
+        source.record_stream(stream)
+
+    def await_signal(self, word: HostBuffer, value: int) -> None:
+        self._on_word(self._driver.cuStreamWaitValue32_v2, self._running.stream, word, value)
+
+    def _on_word(self, call: Any, stream: torch.cuda.Stream, word: HostBuffer, value: int) -> None:
+        """flags 0: a wait is for >= in a number that wraps around; a write comes after what the stream wrote before."""
+        address = ctypes.c_uint64(word.device_view.data_ptr())
+        status = call(ctypes.c_void_p(stream.cuda_stream), address, ctypes.c_uint32(value), ctypes.c_uint(0))
+        self._check(call.__name__, status)
 
     def _check(self, call: str, status: int) -> None:
         if status != 0:
