@@ -333,7 +333,7 @@ void ScanWorker::start(JobId id) {
   Lock lock(mutex_);
   Job& job = find(id);
   if (closing_) throw std::runtime_error("this ScanWorker is closed");
-  if (job.state != State::Held) {
+  if (job.state != State::Held || job.start_word) {
     throw std::invalid_argument("job=" + std::to_string(id) + ": must be a held job that was not started yet");
   }
   make_ready(job);
@@ -346,7 +346,7 @@ ScanWorker::StartCall ScanWorker::start_call(JobId id) {
   Lock lock(mutex_);
   Job& job = find(id);
   if (closing_) throw std::runtime_error("this ScanWorker is closed");
-  if (job.state != State::Held || job.call_pending) {
+  if (job.state != State::Held || job.call_pending || job.start_word) {
     throw std::invalid_argument("job=" + std::to_string(id) + ": must be a held job without a start call yet");
   }
   job.call_pending = true;

@@ -111,6 +111,96 @@ def test_held_job_waits_for_start(worker, case):
     case.check()
 
 
+class Words:
+    """A start and a done word for each of some jobs, as a GPU would write and read them."""
+
+    def __init__(self, jobs):
+        self.values = np.zeros((jobs, 2, 16), dtype=np.uint32)
+
+    def watch(self, worker, job, index, turn=1):
+        start, done = (self.values[index, word].ctypes.data for word in range(2))
+        worker.watch(job, start, done, turn)
+
+    def start(self, index, turn=1):
+        self.values[index, 0, 0] = turn
+
+    def done(self, index):
+        return int(self.values[index, 1, 0])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_watched_job_starts_at_its_word(threads, case):
+    worker, words = _C.ScanWorker(threads), Words(1)
+    for turn in (1, 2, 2**32 - 1, 0, 5):  # 0 comes after the largest
+        words.start(0, turn - 1 if turn else 2**32 - 1)
+        job = case.submit(worker, hold=True)
+        words.watch(worker, job, 0, turn)
+        time.sleep(0.01)
+        assert not worker.done(job)
+        words.start(0, turn)
+        wait_for(lambda turn=turn: words.done(0) == turn)
+        case.check()
+        worker.wait(job)
+    worker.close()
+
+
+def test_watched_jobs_start_in_their_order():
+    worker, words = _C.ScanWorker(2), Words(3)
+    cases = [ScanCase("float32", [300], 2, 2, 40) for _ in range(3)]
+    jobs = [case.submit(worker, hold=True) for case in cases]
+    for index, job in enumerate(jobs):
+        words.watch(worker, job, index)
+    words.start(1)
+    other = ScanCase("float32", [80], 1, 1, 64)
+    worker.wait(other.submit(worker))  # what nobody has to wait for overtakes them
+    time.sleep(0.02)
+    assert not any(worker.done(job) for job in jobs)
+    words.start(0)
+    wait_for(lambda: words.done(0) and words.done(1))
+    assert not worker.done(jobs[2])
+    words.start(2)
+    for job, case in zip(jobs, cases, strict=True):
+        worker.wait(job)
+        case.check()
+    worker.close()
+
+
+def test_close_sets_the_words_that_a_stream_waits_for(case):
+    worker, words = _C.ScanWorker(1), Words(2)
+    finished = case.submit(worker, hold=True)
+    words.watch(worker, finished, 0, 7)
+    words.start(0, 7)
+    worker.wait(finished)
+    never = case.submit(worker, hold=True)
+    words.watch(worker, never, 1, 3)
+    worker.close()
+    assert (words.done(0), words.done(1)) == (7, 3)
+
+
+def test_what_cannot_be_watched(case):
+    words = Words(1)
+    idle, worker = _C.ScanWorker(0), _C.ScanWorker(1)
+    job = case.submit(idle, hold=True)
+    with pytest.raises(ValueError, match="threads=0"):
+        words.watch(idle, job, 0)
+    job = case.submit(worker, hold=True)
+    with pytest.raises(ValueError, match="non-null"):
+        worker.watch(job, 0, 0, 1)
+    words.watch(worker, job, 0)
+    for again in (lambda: words.watch(worker, job, 0), lambda: worker.start(job), lambda: worker.start_call(job)):
+        with pytest.raises(ValueError, match="held job"):
+            again()
+    words.start(0)
+    worker.wait(job)
+    called = case.submit(worker, hold=True)
+    start_later(worker, called).join()
+    with pytest.raises(ValueError, match="held job"):
+        words.watch(worker, called, 0)
+    worker.wait(called)
+    idle.close()
+    worker.close()
+
+
 def test_held_job_reads_the_query_when_it_starts(worker, case):
     query = case.query.copy()
     case.query[:] = 0
