@@ -20,6 +20,7 @@ from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
 from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_part
 from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
+from hybridgen.kv_cache.quantize import ENCODED_AT_ONCE
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
@@ -258,9 +259,10 @@ def plan_memory(
             needed = _streamed_bytes(layer, batch, shape[2], layout.rows, dtype, device_kernels(config, choice.device))
             streamed = max(streamed, needed)
             continue
-        keys = layer.num_kv_heads * capacity * layer.head_dim
-        # Making codes of a sequence's keys, and judging them, takes several float32 copies (measured: 5.9 and 2.8 times
-        # float16 keys).
+        head = capacity * layer.head_dim
+        keys = min(layer.num_kv_heads * head, max(ENCODED_AT_ONCE, head))
+        # Making codes of keys, and judging them, takes several float32 copies of those that are encoded at a time
+        # (measured: 5.9 and 2.8 times float16 keys).
         if keys_as.sketch_bits is not None or keys_as.stored is torch.int8:
             encoding = max(encoding, keys * (12 if keys_as.sketch_bits is not None else 6))
         if keys_as.on_device:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridgen.kv_cache.layout import AGEING_BLOCK
 from hybridgen.kv_cache.quantize import (
     dequantize_int8,
+    head_groups,
     key_mean,
     make_sketch,
     quantize_int8,
@@ -197,12 +198,13 @@ class Int8Keys(HostKeys):
         self._transfer.copy(target, self._mean[sequence], "d2h").wait_host()
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
-        codes, scales = quantize_int8(keys.unsqueeze(0), self._mean[sequence : sequence + 1])
-        rows = slice(row, row + keys.shape[1])
-        return [
-            self._transfer.copy(self._codes.device_view[sequence, :, rows], codes[0], "d2h"),
-            self._transfer.copy(self._scales.device_view[sequence, :, rows, 0], scales[0], "d2h"),
-        ]
+        rows, copies = slice(row, row + keys.shape[1]), []
+        for heads in head_groups(keys):
+            codes, scales = quantize_int8(keys[heads].unsqueeze(0), self._mean[sequence : sequence + 1, heads])
+            target, scale_target = (part.device_view[sequence, heads, rows] for part in (self._codes, self._scales))
+            copies.append(self._transfer.copy(target, codes[0], "d2h"))
+            copies.append(self._transfer.copy(scale_target[..., 0], scales[0], "d2h"))
+        return copies
 
     def load(self, sequence: int, rows: int, out: Tensor) -> None:
         device = out.device
@@ -252,8 +254,11 @@ class SketchedKeys(HostKeys):
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
         first = row // AGEING_BLOCK
         target = self.sketch.device_view[sequence, :, first : first + keys.shape[1] // AGEING_BLOCK]
-        copied = self._transfer.copy(target, make_sketch(keys.unsqueeze(0), self._bits)[0], "d2h")
-        return [copied, *self.plain.store(sequence, row, keys)]
+        copies = [
+            self._transfer.copy(target[heads], make_sketch(keys[heads].unsqueeze(0), self._bits)[0], "d2h")
+            for heads in head_groups(keys)
+        ]
+        return copies + self.plain.store(sequence, row, keys)
 
     def load(self, sequence: int, rows: int, out: Tensor) -> None:
         self.plain.load(sequence, rows, out)
@@ -278,9 +283,10 @@ class DeviceSketchedKeys(SketchedKeys):
         return self.plain.buffers()
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
-        first = row // AGEING_BLOCK
-        made = make_sketch(keys.unsqueeze(0), self._bits)[0]
-        self.sketch.tensor[sequence, :, first : first + made.shape[1]] = made
+        first, blocks = row // AGEING_BLOCK, keys.shape[1] // AGEING_BLOCK
+        for heads in head_groups(keys):
+            made = make_sketch(keys[heads].unsqueeze(0), self._bits)[0]
+            self.sketch.tensor[sequence, heads, first : first + blocks] = made
         return self.plain.store(sequence, row, keys)
 
 

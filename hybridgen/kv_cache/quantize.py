@@ -24,12 +24,19 @@ from torch import Tensor
 
 from hybridgen.kv_cache.layout import AGEING_BLOCK
 
+ENCODED_AT_ONCE = 1 << 24  # elements, or one head's where it has more
 SKETCH_BLOCK = AGEING_BLOCK  # a sketch's block ages as a whole
 SKETCH_BITS = (2, 4)
 _LANES = 16
 _LARGEST = 2.0**126  # twice this and a mean are still finite floats
 _LARGEST_FP16 = 65504.0
 _LARGEST_SKETCHED = 2.0**21  # more than scale * 15 + zero is with the largest numbers of fp16
+
+
+def head_groups(keys: Tensor) -> list[slice]:
+    """The heads of keys [Hkv, n, d] that are encoded at a time: float32 copies of all would take gigabytes."""
+    at_a_time = max(1, ENCODED_AT_ONCE // max(1, keys[0].numel()))
+    return [slice(head, head + at_a_time) for head in range(0, keys.shape[0], at_a_time)]
 
 
 def key_mean(keys: Tensor, skip: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ contracts.md, "Quantised keys": what rotates with the position is not removed by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from hybridgen.kv_cache.host_keys import KeyStorage
 from hybridgen.kv_cache.layout import AGEING_BLOCK
-from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, make_sketch, quantize_int8, read_sketch
+from hybridgen.kv_cache.quantize import (
+    dequantize_int8,
+    head_groups,
+    key_mean,
+    make_sketch,
+    quantize_int8,
+    read_sketch,
+)
 
 QUERIES = 64  # the last ones of the prompt
 TOP = 0.1  # of the keys
@@ -29,11 +37,11 @@ def adequate_storage(
 
     queries: [n, Hq, d], the prompt's last; keys: [Hkv, m, d], without sinks; dtype: what int8 falls back to.
     """
-    whole, notes = keys.unsqueeze(0), []
+    notes: list[str] = []
     stored, bits = storage.stored, storage.sketch_bits
 
-    def finds_enough(kind: str, made: Tensor) -> bool:
-        recall = top_recall(queries, keys[:, : made.shape[2]], made[0])
+    def finds_enough(kind: str, some: Tensor, made: Callable[[slice], Tensor]) -> bool:
+        recall = top_recall(queries, some, made)
         if recall is None or recall >= LEAST_RECALL[kind]:
             return True
         notes.append(
@@ -42,21 +50,30 @@ def adequate_storage(
         return False
 
     if stored is torch.int8:
-        mean = key_mean(whole)
-        if not finds_enough("int8", dequantize_int8(*quantize_int8(whole, mean), mean, torch.float32)):
+        mean = key_mean(keys.unsqueeze(0))
+
+        def as_int8(heads: slice) -> Tensor:
+            some = mean[:, heads]
+            return dequantize_int8(*quantize_int8(keys[heads].unsqueeze(0), some), some, torch.float32)[0]
+
+        if not finds_enough("int8", keys, as_int8):
             stored = dtype
     if bits is not None:
-        blocks = whole[:, :, : keys.shape[1] // AGEING_BLOCK * AGEING_BLOCK]
-        if not finds_enough(f"int{bits}", read_sketch(make_sketch(blocks, bits), bits, keys.shape[2])):
+        blocks, kept = keys[:, : keys.shape[1] // AGEING_BLOCK * AGEING_BLOCK], bits
+
+        def as_sketched(heads: slice) -> Tensor:
+            return read_sketch(make_sketch(blocks[heads].unsqueeze(0), kept), kept, keys.shape[2])[0]
+
+        if not finds_enough(f"int{bits}", blocks, as_sketched):
             bits = None
     return replace(storage, stored=stored, sketch_bits=bits), notes
 
 
-def top_recall(queries: Tensor, keys: Tensor, stored: Tensor) -> float | None:
+def top_recall(queries: Tensor, keys: Tensor, stored: Callable[[slice], Tensor]) -> float | None:
     """The share of the true top tenth that the stored keys find, mean over queries and query heads.
 
-    queries: [n, Hq, d]; keys, stored: [Hkv, m, d], what the keys are and what is made of them. None where there are
-    too few keys. Waits for the device.
+    queries: [n, Hq, d]; keys: [Hkv, m, d]; stored: what is made of the keys of some heads, [h, m, d]. None where there
+    are too few keys. Waits for the device.
     """
     kv_heads, count, dim = keys.shape
     if count < LEAST_KEYS:
@@ -64,12 +81,14 @@ def top_recall(queries: Tensor, keys: Tensor, stored: Tensor) -> float | None:
     grouped = queries.float().transpose(0, 1).reshape(kv_heads, -1, dim)  # [Hkv, G * n, d]
     top = max(1, int(TOP * count))
     common = torch.zeros((), dtype=torch.int64, device=keys.device)
-    for head in range(kv_heads):  # one after the other: all heads' scores of a long prompt would take gigabytes
-        true, found = (
-            torch.zeros(grouped.shape[1], count, dtype=torch.bool, device=keys.device).scatter_(
-                -1, (grouped[head] @ some[head].float().T).topk(top, dim=-1).indices, True
+    for heads in head_groups(keys):
+        made = stored(heads)
+        for place, head in enumerate(range(*heads.indices(kv_heads))):  # all heads' scores would take gigabytes, too
+            true, found = (
+                torch.zeros(grouped.shape[1], count, dtype=torch.bool, device=keys.device).scatter_(
+                    -1, (grouped[head] @ some.float().T).topk(top, dim=-1).indices, True
+                )
+                for some in (keys[head], made[place])
             )
-            for some in (keys, stored)
-        )
-        common += (true & found).sum()
+            common += (true & found).sum()
     return int(common) / (top * grouped.shape[0] * grouped.shape[1])
