@@ -88,7 +88,7 @@ def test_opt_gives_up_one_thing_after_the_other() -> None:
 def test_a_sketch_lies_on_the_gpu_if_it_fits() -> None:
     on_gpu = settled("opt-13b", 32768, 32, **INT2, **FEEDBACK)
     assert on_gpu.config.cache.sketch_home == "gpu" and on_gpu.config.schedule.mode == "fixed"
-    assert on_gpu.plan.device["sketches of the host's keys"] > 1.8 * GIB
+    assert on_gpu.plan.device["sketches of the host's keys"] > 1.7 * GIB
     assert values(on_gpu)["weights_on_gpu"] == 1.0 and "most_extra" not in values(on_gpu)
     on_host = settled("opt-13b", 32768, 29, **INT2, **FEEDBACK)
     assert on_host.config.cache.sketch_home == "host" and on_host.config.schedule.mode == "feedback"
@@ -109,7 +109,7 @@ def test_a_sketch_asked_for_on_the_gpu_stays_there() -> None:
     for gib in (32, 12):
         found = settled("opt-13b", 32768, gib, **asked)
         assert found.plan.fits(gib * GIB, HOST)
-        assert found.plan.device["sketches of the host's keys"] > 1.8 * GIB
+        assert found.plan.device["sketches of the host's keys"] > 1.7 * GIB
         assert "sketch_home" not in values(found)
     assert values(found)["weights_on_gpu"] < 0.2
 
