@@ -30,35 +30,38 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def decode(llm: LLM) -> list[list[int]]:
-    """Greedy ids of each step of a fresh request."""
+def decode(llm: LLM) -> torch.Tensor:
+    """Next-token logits [steps, B, vocab] of a fresh request, whatever they say."""
     batch = llm.new_batch([len(prompt) + STEPS for prompt in PROMPTS])
-    tokens = llm.prefill(batch, PROMPTS).argmax(-1)
-    ids = []
-    for _ in range(STEPS):
-        tokens = llm.decode(batch, tokens).argmax(-1)
-        ids.append(tokens.tolist())
-    return ids
+    llm.prefill(batch, PROMPTS)
+    return torch.stack([llm.decode(batch, [step % 90, 7, step % 50]) for step in range(STEPS)])
 
 
-@pytest.mark.parametrize("sketch", [{}, {"cache.sketch": "int2", "cache.sketch_home": "gpu"}], ids=["host", "gpu"])
 @pytest.mark.parametrize("name", ["opt", "llama-gqa3"])
+@pytest.mark.parametrize(("home", "keep"), [("none", 0.2), ("gpu", 1.0), ("gpu", 0.2)])
 def test_replayed_and_call_by_call(
-    name: str, sketch: dict[str, object], directory: Path, captures: list[int]
+    name: str, home: str, keep: float, directory: Path, captures: list[int]
 ) -> None:
     settings = {
-        "runtime.device": "cuda", "model.dtype": "float32", "cache.gpu_window": 64, "selection.keep": 0.2,
-        "model.exact_layers": [0], "runtime.micro_batch": 2, **sketch,
+        "runtime.device": "cuda", "model.dtype": "float32", "cache.gpu_window": 64, "selection.keep": keep,
+        "model.exact_layers": [0], "runtime.micro_batch": 2,
     }  # fmt: skip
+    if home == "gpu":
+        settings |= {"cache.sketch": "int2", "cache.sketch_home": "gpu"}
     with LLM(str(save_tiny_model(name, directory)), settings) as llm:
         with llm.call_by_call():
             expected = decode(llm)
         assert not captures
-        assert decode(llm) == expected
+        difference = (decode(llm) - expected).abs().amax((1, 2))
         # Of a layer's pieces, five a micro-batch, each is captured once; choice and attention again as a sequence's
         # host tier grows, three times at most.
         layers, sequences = llm.spec.num_layers, len(PROMPTS)
         assert 2 * layers < len(captures) <= layers * (2 * 5 + sequences * 3 * 2) + 1
+    # By few bits two tokens may score so nearly the same that rounding decides, and what was cached then stays: of a
+    # step in twenty at most, and slightly.
+    is_loose = home == "gpu" and keep < 1
+    tolerance = (1e-2 if is_loose else 1e-4) * expected.abs().max()
+    assert int((difference > tolerance).sum()) <= (STEPS // 20 if is_loose else 0), difference
 
 
 def test_a_second_request_allocates_nothing(directory: Path) -> None:
