@@ -655,8 +655,11 @@ void ScanWorker::close() {
   }
   Lock lock(mutex_);
   wait_cv_.wait(lock, [&] { return active_ == 0; });  // helpers
-  for (const auto& job : slots_) {  // a stream that waits for one would wait for ever
-    if (job->done_word && job->state != State::Free) __atomic_store_n(job->done_word, job->turn, __ATOMIC_RELEASE);
+  watched_.clear();
+  for (const auto& job : slots_) {
+    // A stream that waits for one would wait for ever. Once: after the first close() the words may be gone.
+    if (job->done_word && job->state != State::Done) __atomic_store_n(job->done_word, job->turn, __ATOMIC_RELEASE);
+    job->done_word = nullptr;
   }
 }
 

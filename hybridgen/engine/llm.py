@@ -58,8 +58,9 @@ class _Machine:
         self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
 
     def close(self) -> None:
+        self.worker.close()  # first: streams may be waiting for a scan
         self.weights.close()
-        self.worker.close()
+        self.transfer.finish()
         self.memory.slabs.release_idle()
 
 

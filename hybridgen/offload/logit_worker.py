@@ -261,7 +261,11 @@ class LogitWorker:
         return AttentionTicket(self, job, buffers, layer)
 
     def close(self) -> None:
+        """The threads stop. Nothing of it is used by the device any more: the caller has seen to that."""
         self._pool.close()
+        self._unsettled.clear()
+        if self._signals:
+            self._telemetry.settle = None
 
     def _start_after(self, copied: Ticket, job: int) -> None:
         """Have the job start once the query has been copied; with lazy transfers, when it is waited for."""

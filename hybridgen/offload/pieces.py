@@ -11,7 +11,9 @@ which is right because they run one after the other, each leaving behind only it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -140,7 +142,7 @@ class CudaRecorder:
 
     def _capture(self, stream: torch.cuda.Stream, work: Callable[[], Result]) -> tuple[Graph, Result]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
             # relaxed: a kernel may have to be compiled and loaded, as its constants change with what it works on.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
@@ -148,6 +150,18 @@ class CudaRecorder:
             finally:
                 graph.capture_end()
         return graph, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What Python would collect may be another engine's memory and graphs: not while one is captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class RepeatRecorder:

@@ -125,6 +125,9 @@ class TransferEngine(ABC):
     def hand_over(self, *tensors: Tensor) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """These tensors, made in another stream, are used in the running one."""
 
+    def finish(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
+        """Everything that was issued is over, and the host's memory may go."""
+
     def pieces(self) -> Pieces:
         """For a layer or a micro-batch: what it does again and again on the device."""
         return Pieces()
@@ -295,6 +298,9 @@ class CudaTransfer(TransferEngine):
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._recorder = CudaRecorder(device, lambda: self._running.stream)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def pieces(self) -> Pieces:
         return GraphPieces(self._recorder)

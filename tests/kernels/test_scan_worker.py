@@ -1,6 +1,7 @@
 """The pool: order, held jobs, waiting, closing, errors."""
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -175,6 +176,21 @@ def test_close_sets_the_words_that_a_stream_waits_for(case):
     words.watch(worker, never, 1, 3)
     worker.close()
     assert (words.done(0), words.done(1)) == (7, 3)
+
+
+def test_words_are_not_touched_after_close(case):
+    """Their memory may be somebody else's by then: of a job that is done, of one that never started."""
+    worker, words = _C.ScanWorker(1), Words(2)
+    for index in range(2):
+        words.watch(worker, case.submit(worker, hold=True), index, 5)
+    words.start(0, 5)
+    wait_for(lambda: words.done(0) == 5)
+    worker.close()
+    words.values[:] = 1234
+    worker.close()
+    del worker
+    gc.collect()
+    assert (words.values == 1234).all()
 
 
 def test_what_cannot_be_watched(case):
