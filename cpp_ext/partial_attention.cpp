@@ -39,7 +39,7 @@ void attend_part(const IsaKernels& isa, KeyType key_type, ScanBlock keys, KeyTyp
   keys.out = logits;
   keys.out_stride = stride;
   keys.next = values.values;  // the last keys are scored while the first values are on their way
-  isa.scan[static_cast<int>(key_type)](keys);
+  (key_type == KeyType::Int8 ? isa.weighing_int8 : isa.scan[static_cast<int>(key_type)])(keys);
 
   for (std::int64_t g = 0; g < keys.group; ++g) {
     float* row = logits + g * stride;

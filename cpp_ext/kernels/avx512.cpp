@@ -455,7 +455,7 @@ const IsaKernels kAvx512 = {"avx512",     usable,
                             {kScan[0], kScan[1], kScan[2], kScan[3], kScan[4], kScan[5]},
                             {kWeigh[0], kWeigh[1], kWeigh[2]},
                             maximum,      exponentials,
-                            combine};
+                            combine,      kScan[static_cast<int>(KeyType::Int8)]};
 
 }  // namespace hybridgen
 

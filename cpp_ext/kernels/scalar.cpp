@@ -237,6 +237,7 @@ const IsaKernels kScalar = {"scalar",
                             {weigh<Float32>, weigh<Float16>, weigh<BFloat16>},
                             maximum,
                             exponentials,
-                            combine};
+                            combine,
+                            scan<Int8>};
 
 }  // namespace hybridgen

@@ -124,6 +124,8 @@ struct IsaKernels {
   // out[i] = sum_g factors[g] * x[g * stride + i], i < n
   void (*combine)(const float* x, std::int64_t stride, const float* factors, std::int64_t group, float* out,
                   std::int64_t n);
+  // scan[Int8] with the query in float32 on every ISA, where logits do not only choose but weigh.
+  ScanFn weighing_int8;
 };
 
 extern const IsaKernels kScalar;

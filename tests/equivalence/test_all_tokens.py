@@ -130,11 +130,7 @@ def test_a_forgotten_wait_shows(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("key_type", ["int8", "bf16"])
 def test_the_cpu_attends_to_the_keys_that_are_stored(zoo: ModelZoo, key_type: Any) -> None:
-    """As hybrid attention that keeps everything and waits for its true query.
-
-    int8 keys are scored by a query that VNNI rounds to 16 bits, which here weighs: 2^-16 of logits of some tens.
-    """
-    tolerance = LOGITS_TOLERANCE * (4 if key_type == "int8" else 1)
+    """As hybrid attention that keeps everything and waits for its true query."""
     settings = Settings(keep=1.0, window=16, lookahead="off", exact_layers=(0,), exact_mode="select", key_type=key_type)
     with engine(zoo.directory(NAME), settings, "aoc") as llm, engine(zoo.directory(NAME), settings) as hybrid:
         batches = [start(zoo, one) for one in (llm, hybrid)]
@@ -144,4 +140,4 @@ def test_the_cpu_attends_to_the_keys_that_are_stored(zoo: ModelZoo, key_type: An
             logits, expected = (
                 one.decode(batch, [3 + step, 4, 5]) for one, batch in zip((llm, hybrid), batches, strict=True)
             )
-            assert (logits - expected).abs().max() < tolerance
+            assert (logits - expected).abs().max() < LOGITS_TOLERANCE
