@@ -100,13 +100,11 @@ def attend_rows(
     fetched_values: Tensor | None,
     counts: Tensor,
     scale: float,
-    context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Context [B, Hq, d], rounded to the query's dtype, and log-sum-exp, float32 [B, Hq].
 
     query: [B, Hq, d]; keys, values: [B, Hkv, R, d]; empty: bool [B, 1, 1, R], slots without a token (not
     read); fetched_*: [B, Hkv, K, d], of which each head's first `counts` [B, Hkv] are read. All contiguous.
-    context: where to put it, if that matters.
     """
     batch, heads, dim = query.shape
     kv_heads, local_rows = keys.shape[1], keys.shape[2]
@@ -118,8 +116,7 @@ def attend_rows(
     splits = cdiv(local_rows + fetched_rows, SPLIT)
     # Of each split: its part of the context, then its maximum, then its sum.
     partial = torch.empty(batch * heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
-    if context is None:
-        context = torch.empty((batch, heads, dim), dtype=query.dtype, device=query.device)
+    context = torch.empty((batch, heads, dim), dtype=query.dtype, device=query.device)
     log_sum = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
     padded = next_power_of_2(dim)
     launch(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from hybridgen.attention.decode_kernel import attend_rows
@@ -20,8 +19,6 @@ from hybridgen.types import TokenSelection
 
 class CudaHybridAttention(HybridAttention):
     """`HybridAttention` with the kernels of `selection/choose_kernel.py` and `attention/decode_kernel.py`."""
-
-    _context: Tensor | None = None
 
     def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
         if self._candidates is not None:  # which are learned from every choice, by the host's leave
@@ -48,16 +45,12 @@ class CudaHybridAttention(HybridAttention):
             fetched = self._fetch.targets
             self._transfer.hand_over(chosen.rows, chosen.counts, chosen.padding, chosen.mass)
             self._fetch = None
-        if self._context is None:  # its place does not change when this piece does: the next ones read it
-            self._context = torch.empty_like(query, memory_format=torch.contiguous_format)
-        out = self._context
 
         def work() -> tuple[Tensor, Tensor]:
             kv.write(key, value, slots)
             host_keys, host_values = fetched or (None, None)
-            scale = self._spec.scale
             return attend_rows(
-                query, kv.keys, kv.values, kv.empty, host_keys, host_values, chosen.counts, scale, out
+                query, kv.keys, kv.values, kv.empty, host_keys, host_values, chosen.counts, self._spec.scale
             )
 
         inputs = (query, key, value, slots, chosen.counts, *(fetched or ()))

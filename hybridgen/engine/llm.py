@@ -41,7 +41,8 @@ class _Machine:
     def __init__(self, config: Config, choice: ModelChoice, weights: ObtainedWeights) -> None:
         threads, cores = build.worker_threads(config, choice.device)
         self.telemetry = Telemetry()
-        self.transfer = make_transfer(config.runtime.transfer, choice.device, self.telemetry)
+        runtime = config.runtime
+        self.transfer = make_transfer(runtime.transfer, choice.device, self.telemetry, runtime.cuda_graphs)
         self.worker = LogitWorker(threads, cores, self.transfer, choice.device)
         if choice.device.type == "cuda":
             # cuDNN's attention builds a plan for every new length: 20 ms a call in decode.

@@ -1,12 +1,13 @@
 """Pieces of a decode step: what a step does again and again with the same tensors, launched as one CUDA graph.
 
 At batch 1 a layer is some twenty kernels of a few microseconds, and the host needs longer to launch them than the GPU
-to run them. A piece is captured when it comes by for the second time and replayed from then on, until what it works on
+to run them. A piece is captured when the same inputs come by for the second time, and replayed until one of them
 changes: the host tier grows by a block, say. The caller names everything that a piece reads or is shaped by; a piece
 may not wait, mark, count or look at a result.
 
-A replayed piece leaves its result in the same memory each time. All pieces of one stream share their scratch memory,
-which is right because they run one after the other, each leaving behind only its result.
+What a piece makes is copied to memory of its own, the same each time, so that the pieces after it have the same inputs
+again. And so all pieces of one stream can share the rest of what they allocate: they run one after the other, and what
+lies in there does not outlive the piece that made it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -45,8 +47,8 @@ class Recorder(Protocol):
 
     enabled: bool
 
-    def capture(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
-        """The graph of work(), which has yet to be replayed, and the memory that will hold its result."""
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """The graph of work(), which has yet to be replayed."""
         ...
 
 
@@ -59,40 +61,32 @@ class GraphPieces(Pieces):
         self._held: dict[Hashable, Tensor] = {}
 
     def run(self, name: Hashable, inputs: Sequence[Any], work: Callable[[], Result]) -> Result:
-        if not self._recorder.enabled:
-            return work()
         piece = self._pieces.get(name)
-        if piece is not None and piece.graph is not None and _are_the_same(inputs, piece.inputs):
+        if piece is None:
+            piece = self._pieces[name] = _Piece()
+        if piece.graph is not None and self._recorder.enabled and _are_the_same(inputs, piece.inputs):
             piece.graph.replay()
-            piece.replays += 1
-            again: Result = piece.result
-            return again
+            result: Result = piece.result
+            return result
         key = [(value.data_ptr(), value.shape) if isinstance(value, Tensor) else value for value in inputs]
-        if piece is None:  # kernels are compiled and libraries set up as they are first used: not in a capture
-            self._pieces[name] = _Piece()
-            return work()
-        if piece.graph is None or piece.key != key:
-            if not piece.is_worth_capturing(key):
-                return work()
-            piece.graph, piece.result = self._recorder.capture(work)
+        if piece.key != key or not self._recorder.enabled:
+            # Kernels are compiled and libraries set up as they are first used: not in a capture.
+            piece.key, piece.inputs, piece.graph = key, (), None
+            piece.result = _kept(piece.result, work())
+        elif piece.graph is None:
+            piece.graph = self._recorder.capture(lambda: _kept(piece.result, work()))
             piece.inputs = tuple(inputs)
-        piece.graph.replay()
-        piece.replays += 1
-        result: Result = piece.result
-        return result
+            piece.graph.replay()
+        else:  # the same memory in other tensors
+            piece.inputs = tuple(inputs)
+            piece.graph.replay()
+        made: Result = piece.result
+        return made
 
     def hold(self, name: Hashable, tensor: Tensor) -> Tensor:
-        held = self._held.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            self._held[name] = held = torch.empty_like(tensor)
-        return held.copy_(tensor)
-
-
-def _are_the_same(inputs: Sequence[Any], before: Sequence[Any]) -> bool:
-    """A quick look: the very tensors, and equal values."""
-    if len(inputs) != len(before):
-        return False
-    return all(a is b or not (isinstance(a, Tensor) or a != b) for a, b in zip(inputs, before, strict=True))
+        held: Tensor = _kept(self._held.get(name), tensor)
+        self._held[name] = held
+        return held
 
 
 class _Piece:
@@ -102,18 +96,29 @@ class _Piece:
         self.graph: Graph | None = None
         self.key: list[Any] | None = None
         self.inputs: tuple[Any, ...] = ()  # alive as long as the graph reads them
-        self.result: Any = None
-        self.replays = 0
-        self._restless = False
+        self.result: Any = None  # where it is kept
 
-    def is_worth_capturing(self, key: list[Any]) -> bool:
-        """Whether to capture for this key. What has changed right after a capture first has to stay as it is."""
-        if self.graph is not None:
-            self._restless = self.replays < 2
-        worth = not self._restless or self.key == key
-        self.graph, self.result, self.inputs = None, None, ()
-        self.key, self.replays = key, 0
-        return worth
+
+def _are_the_same(inputs: Sequence[Any], before: Sequence[Any]) -> bool:
+    """A quick look: the very tensors, and equal values."""
+    if len(inputs) != len(before):
+        return False
+    return all(a is b or not (isinstance(a, Tensor) or a != b) for a, b in zip(inputs, before, strict=True))
+
+
+def _kept(place: Any, made: Any) -> Any:
+    """What was made, in `place` if that is of its shape, else in new memory: tensors, in tuples and dataclasses."""
+    if isinstance(made, Tensor):
+        if not isinstance(place, Tensor) or place.shape != made.shape or place.dtype != made.dtype:
+            place = torch.empty_like(made, memory_format=torch.contiguous_format)
+        return place.copy_(made)
+    if isinstance(made, tuple):
+        places = place if isinstance(place, tuple) and len(place) == len(made) else (None,) * len(made)
+        return tuple(_kept(*pair) for pair in zip(places, made, strict=True))
+    if is_dataclass(made) and not isinstance(made, type):
+        parts = {part.name: getattr(made, part.name) for part in fields(made)}
+        return replace(made, **{name: _kept(getattr(place, name, None), part) for name, part in parts.items()})
+    return made
 
 
 class CudaRecorder:
@@ -127,7 +132,7 @@ class CudaRecorder:
         self._first: Graph | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def capture(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
+    def capture(self, work: Callable[[], object]) -> Graph:
         # In a stream of its own for each one that graphs run in: memory belongs to a stream, and what belongs to one
         # is not used beside another. The default stream, besides, cannot be captured.
         running = self._running().cuda_stream
@@ -137,19 +142,19 @@ class CudaRecorder:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             # One graph stays for good: torch gives up a pool with the last of its graphs, and takes no more for it.
-            self._first, _ = self._capture(stream, lambda: torch.zeros(1, device=self._device))
+            self._first = self._capture(stream, lambda: torch.zeros(1, device=self._device))
         return self._capture(stream, work)
 
-    def _capture(self, stream: torch.cuda.Stream, work: Callable[[], Result]) -> tuple[Graph, Result]:
+    def _capture(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream), _no_collection():
-            # relaxed: a kernel may have to be compiled and loaded, as its constants change with what it works on.
+            # relaxed: a kernel may have to be compiled and loaded.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
-                result = work()
+                work()
             finally:
                 graph.capture_end()
-        return graph, result
+        return graph
 
 
 @contextmanager
@@ -165,32 +170,20 @@ def _no_collection() -> Iterator[None]:
 
 
 class RepeatRecorder:
-    """Tests: does again what was recorded, whatever is asked for by now, and leaves the result in the same memory.
+    """Tests: does again what was recorded, whatever is asked for by now.
 
     So an input that was not named shows in the result, as it would on a GPU.
     """
 
     enabled = True
 
-    def capture(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
-        result = work()
-        return _Repeat(work, result), result
+    def capture(self, work: Callable[[], object]) -> Graph:
+        return _Repeat(work)
 
 
 class _Repeat:
-    def __init__(self, work: Callable[[], Any], result: Any) -> None:
-        self._work, self._result = work, result
-        self._is_done = True  # by the capture
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
 
     def replay(self) -> None:
-        if not self._is_done:
-            _copy(self._result, self._work())
-        self._is_done = False
-
-
-def _copy(target: Any, source: Any) -> None:
-    if isinstance(target, Tensor):
-        target.copy_(source)
-    elif isinstance(target, tuple):
-        for one, other in zip(target, source, strict=True):
-            _copy(one, other)
+        self._work()

@@ -290,23 +290,28 @@ class CudaTransfer(TransferEngine):
 
     signals = True
 
-    def __init__(self, telemetry: Telemetry, device: torch.device) -> None:
+    def __init__(self, telemetry: Telemetry, device: torch.device, graphs: bool = False) -> None:
+        """graphs: whether pieces become CUDA graphs."""
         self._running = _Running(torch.cuda.current_stream(device))
         self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._recorder = CudaRecorder(device, lambda: self._running.stream)
+        running = self._running
+        self._recorder = CudaRecorder(device, lambda: running.stream) if graphs else None
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def pieces(self) -> Pieces:
-        return GraphPieces(self._recorder)
+        return Pieces() if self._recorder is None else GraphPieces(self._recorder)
 
     @contextmanager
     def call_by_call(self) -> Iterator[None]:
+        if self._recorder is None:
+            yield
+            return
         before, self._recorder.enabled = self._recorder.enabled, False
         try:
             yield
@@ -431,12 +436,14 @@ def _row_bytes(sources: list[HostBuffer]) -> int:
     return sum(source.tensor.shape[3] * source.tensor.element_size() for source in sources)
 
 
-def make_transfer(kind: str, device: torch.device, telemetry: Telemetry) -> TransferEngine:
-    """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer)."""
+def make_transfer(
+    kind: str, device: torch.device, telemetry: Telemetry, cuda_graphs: bool = False
+) -> TransferEngine:
+    """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer, as cuda_graphs)."""
     if kind == "auto":
         kind = "cuda" if device.type == "cuda" else "immediate"
     if (kind == "cuda") != (device.type == "cuda"):
         raise ConfigError(f"runtime.transfer = {kind!r} does not go with device {device} (allowed: 'auto')")
     if kind == "cuda":
-        return CudaTransfer(telemetry, device)
+        return CudaTransfer(telemetry, device, cuda_graphs)
     return LazyTransfer(telemetry) if kind == "lazy" else ImmediateTransfer(telemetry)

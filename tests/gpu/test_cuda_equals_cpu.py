@@ -53,6 +53,15 @@ def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: st
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
+@pytest.mark.parametrize("keep", [1.0, 0.2])
+@pytest.mark.parametrize("lookahead", ["select", "off"])
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_greedy_tokens_by_graphs(name: str, lookahead: str, keep: float, directory: Path) -> None:
+    model = save_tiny_model(name, directory)
+    overrides = {"selection.keep": keep, "attention.lookahead": lookahead}
+    assert generate(model, "cuda", **overrides, **{"runtime.cuda_graphs": True}) == generate(model, "cpu", **overrides)
+
+
 def test_micro_batches_and_prefill_pieces(directory: Path) -> None:
     model = save_tiny_model(sorted(TINY_MODELS)[0], directory)
     overrides = {"selection.keep": 0.2, "runtime.micro_batch": 2, "runtime.prefill_chunk": 50}

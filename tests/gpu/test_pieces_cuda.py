@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridgen.engine.llm import LLM
-from hybridgen.offload.pieces import CudaRecorder
+from hybridgen.offload.pieces import CudaRecorder, Graph
 from tests.equivalence.tiny_models import save_tiny_model
 
 PROMPTS = [list(range(90)) * 3, list(range(80)), list(range(60)) * 4]
@@ -22,7 +22,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     capture = CudaRecorder.capture
 
-    def counted(self: CudaRecorder, work: Callable[[], object]) -> object:
+    def counted(self: CudaRecorder, work: Callable[[], object]) -> Graph:
         made.append(len(made))
         return capture(self, work)
 
@@ -44,7 +44,7 @@ def test_replayed_and_call_by_call(
 ) -> None:
     settings = {
         "runtime.device": "cuda", "model.dtype": "float32", "cache.gpu_window": 64, "selection.keep": keep,
-        "model.exact_layers": [0], "runtime.micro_batch": 2,
+        "model.exact_layers": [0], "runtime.micro_batch": 2, "runtime.cuda_graphs": True,
     }  # fmt: skip
     if home == "gpu":
         settings |= {"cache.sketch": "int2", "cache.sketch_home": "gpu"}
@@ -64,8 +64,11 @@ def test_replayed_and_call_by_call(
     assert int((difference > tolerance).sum()) <= (STEPS // 20 if is_loose else 0), difference
 
 
-def test_a_second_request_allocates_nothing(directory: Path) -> None:
-    settings = {"runtime.device": "cuda", "cache.gpu_window": 64, "selection.keep": 0.2}
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_second_request_allocates_nothing(graphs: bool, directory: Path) -> None:
+    settings = {
+        "runtime.device": "cuda", "cache.gpu_window": 64, "selection.keep": 0.2, "runtime.cuda_graphs": graphs,
+    }  # fmt: skip
     with LLM(str(save_tiny_model("llama-mha", directory)), settings) as llm:
         decode(llm)
         decode(llm)  # the first one's cache went when the second one's was there
