@@ -20,8 +20,10 @@ class FullAttentionCheck:
     """Full attention over the same weights; its KV mirrors the prefill of the strategy under test."""
 
     def __init__(self, llm: LLM, prompts: Prompts) -> None:
-        attention = replace(llm.config.attention, executor="full")
-        self._llm = llm.sharing(replace(llm.config, attention=attention))
+        config = llm.config
+        attention = replace(config.attention, executor="full")
+        schedule = replace(config.schedule, mode="fixed")  # plans that are replayed are of another strategy
+        self._llm = llm.sharing(replace(config, attention=attention, schedule=schedule))
         self._tokens = min(MOST_CHECK_TOKENS, llm.config.run.gen)
         self.batch: Batch = self._llm.new_batch([len(ids) + self._tokens for ids in prompts.ids])
 

@@ -17,6 +17,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridgen import run
+from hybridgen.engine.llm import LLM
+from hybridgen.evaluation.judge import FullAttentionCheck
+from hybridgen.evaluation.prompts import Prompts
 
 # contracts.md, 'Report'
 REPORT_KEYS = set(
@@ -251,6 +254,10 @@ def test_the_default_schedule_is_feedback_and_can_be_replayed(tiny: Path, tmp_pa
     again = finish(base, tmp_path / "b.json", schedule=f"replay:{tmp_path / 'a.json'}")
     assert again["output_ids"] == report["output_ids"]
     assert again["scheduler"]["steps"] == report["scheduler"]["steps"]
+    settings = {"cache.gpu_window": 32, "schedule.mode": f"replay:{tmp_path / 'a.json'}", "run.gen": 4}
+    with LLM(str(tiny), settings) as llm:
+        full = FullAttentionCheck(llm, Prompts([[1, 2, 3] * 40]))
+        assert set(full._llm.modes) == {"resident"}, "which has nothing to replay"
     paper = finish(base, tmp_path / "c.json", schedule="paper")
     layers = [layer for step in paper["scheduler"]["steps"] for layer in step["layers"]]
     ratios = {layer["keep"]["keep"] for layer in layers if layer["keep"]}
