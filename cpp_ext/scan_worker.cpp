@@ -657,8 +657,11 @@ void ScanWorker::close() {
   wait_cv_.wait(lock, [&] { return active_ == 0; });  // helpers
   watched_.clear();
   for (const auto& job : slots_) {
-    // A stream that waits for one would wait for ever. Once: after the first close() the words may be gone.
-    if (job->done_word && job->state != State::Done) __atomic_store_n(job->done_word, job->turn, __ATOMIC_RELEASE);
+    // A stream that waits for one would wait for ever. Forward only: several jobs may share a word. And once: after the
+    // first close() the words may be gone.
+    if (job->done_word && job->state != State::Done && !has_reached(job->done_word, job->turn)) {
+      __atomic_store_n(job->done_word, job->turn, __ATOMIC_RELEASE);
+    }
     job->done_word = nullptr;
   }
 }

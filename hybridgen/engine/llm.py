@@ -59,9 +59,11 @@ class _Machine:
         self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
 
     def close(self) -> None:
-        self.worker.close()  # first: streams may be waiting for a scan
+        try:
+            self.transfer.finish()  # first: what was issued last may still wait for scans
+        finally:
+            self.worker.close()
         self.weights.close()
-        self.transfer.finish()
         self.memory.slabs.release_idle()
 
 

@@ -402,9 +402,11 @@ def _register(address: int, size_bytes: int) -> None:
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.synchronize()  # a block that ages may still be on its way here
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
+    try:
+        torch.cuda.synchronize()  # a block that ages may still be on its way here
+    finally:  # also after an error: pages that stay registered would be taken for a later slab's
+        cudart.cudaHostUnregister(address)
 
 
 def _may_lock() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,8 @@ class LogitWorker:
         self._numbers = itertools.count()
         # With signals, the device starts a scan and waits for it; the host only looks at what was measured, in the end.
         self._signals = transfer.signals and threads > 0
-        self._unsettled: list[tuple[int, int]] = []  # jobs and their layers
+        # Jobs, their layers, and what they read and write: alive until they are known to be over.
+        self._unsettled: deque[tuple[int, int, tuple[object, ...]]] = deque()
         if self._signals:
             transfer.telemetry.settle = self._settle
         self._attention: dict[tuple[int, ...], list[_AttentionBuffers]] = {}
@@ -207,10 +209,15 @@ class LogitWorker:
         if self._signals:
             buffers.turn = (buffers.turn + 1) % (1 << 32)
             start, done = buffers.words
-            self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
-            query_target, last_use = buffers.query.device_view, buffers.last_use
-            self._transfer.copy_and_signal(query_target, query, last_use, start, buffers.turn)
-            self._unsettled.append((job, layer))
+            try:
+                self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
+                self._unsettled.append((job, layer, (buffers, keys, rows)))
+                query_target, last_use = buffers.query.device_view, buffers.last_use
+                self._transfer.copy_and_signal(query_target, query, last_use, start, buffers.turn)
+            except BaseException:
+                # It is scored by some older query, and nobody looks: but those behind it get their turn.
+                start.tensor.view(torch.uint32).fill_(buffers.turn)
+                raise
             return ScanTicket(self, job, buffers, layer, max(lengths))
         if self._lazy and rows_copied is not None:
             rows_copied.wait()
@@ -323,9 +330,9 @@ class LogitWorker:
 
     def _settle(self) -> None:
         """Count what scans have read and how long they took; they are over, or nearly so."""
-        for job, layer in self._unsettled:
+        while self._unsettled:
+            job, layer, _in_use = self._unsettled.popleft()
             self._count(job, "scan", layer, help_=False)
-        self._unsettled.clear()
 
     def _next_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
         """Two in turn, so that a layer's query may leave before the last layer's context has been read."""

@@ -71,8 +71,9 @@ class GraphPieces(Pieces):
         key = [(value.data_ptr(), value.shape) if isinstance(value, Tensor) else value for value in inputs]
         if piece.key != key or not self._recorder.enabled:
             # Kernels are compiled and libraries set up as they are first used: not in a capture.
-            piece.key, piece.inputs, piece.graph = key, (), None
+            piece.key, piece.inputs, piece.graph = None, (), None
             piece.result = _kept(piece.result, work())
+            piece.key = key  # not if that failed
         elif piece.graph is None:
             piece.graph = self._recorder.capture(lambda: _kept(piece.result, work()))
             piece.inputs = tuple(inputs)

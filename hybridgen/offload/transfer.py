@@ -385,6 +385,7 @@ class CudaTransfer(TransferEngine):
             for to, rows, length in zip(target, source.device_view, lengths, strict=True):
                 if length:
                     copy_pieces(self._driver, to[:, :length], rows[:, :length], stream)
+        self.hand_over(*targets)
         return self.mark()
 
     def copy_and_signal(self, target: Tensor, source: Tensor, after: Ticket, word: HostBuffer, value: int) -> None:

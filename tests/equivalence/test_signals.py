@@ -94,3 +94,21 @@ def test_steps_that_nobody_ends_are_settled(zoo: ModelZoo, signals: Signals) -> 
         for _ in range(5):
             tokens = llm.decode(batch, tokens).argmax(-1)
         assert len(llm._worker._unsettled) == sum(mode != "resident" for mode in llm.modes), "those of one step"
+
+
+def test_a_step_that_breaks_off_blocks_nobody(
+    zoo: ModelZoo, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The query's copy fails: the job that is watched already must not keep the next ones waiting."""
+    settings = Settings(window=64, keep=0.1)
+    with engine(zoo.directory(NAME), settings, runtime__transfer="immediate") as llm:
+        batch = llm.new_batch([300])
+        llm.prefill(batch, [list(range(90)) * 2])
+        llm.decode(batch, [3])
+        with monkeypatch.context() as broken:
+            broken.setattr(ImmediateTransfer, "copy_and_signal", lambda *args: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                llm.decode(batch, [4])
+        other = llm.new_batch([300])
+        llm.prefill(other, [list(range(90)) * 2])
+        assert llm.decode(other, [3]).isfinite().all()

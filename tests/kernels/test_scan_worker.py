@@ -178,6 +178,20 @@ def test_close_sets_the_words_that_a_stream_waits_for(case):
     assert (words.done(0), words.done(1)) == (7, 3)
 
 
+def test_close_moves_a_shared_word_forward_only(case):
+    """Several jobs in flight share a buffer, and a stream may wait for the last of them."""
+    worker, words = _C.ScanWorker(1), Words(1)
+    for turn in range(1, 4):  # slots are used again, last first
+        words.watch(worker, case.submit(worker, hold=True), 0, turn)
+    words.start(0, 3)
+    wait_for(lambda: words.done(0) == 3)
+    jobs = [case.submit(worker, hold=True) for _ in range(3)]
+    for turn, job in enumerate(jobs, start=4):
+        words.watch(worker, job, 0, turn)
+    worker.close()
+    assert words.done(0) == 6
+
+
 def test_words_are_not_touched_after_close(case):
     """Their memory may be somebody else's by then: of a job that is done, of one that never started."""
     worker, words = _C.ScanWorker(1), Words(2)

@@ -177,6 +177,9 @@ class CudaCopies(CudaTransfer):
     def mark(self) -> Ticket:
         return Ticket()
 
+    def hand_over(self, *tensors: torch.Tensor) -> None:
+        """On the CPU there is no stream to use them in."""
+
 
 @pytest.mark.parametrize("kind", [*BOTH, CudaCopies])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
