@@ -174,8 +174,9 @@ class LogitWorker:
         it is read when the scan runs, and not checked. Sort them for a sketch: each run of rows of one block of 64
         costs the whole block. rows_copied: the transfer that fills `rows`, if one is under way; it must have been
         issued in direction "d2h", whose copies keep their order, so that the query's copy, which starts the scan, comes
-        after it. Keys and rows stay alive and unchanged until `logits` has returned, which also counts what was read:
-        int8's scales with its codes, whole blocks of a sketch.
+        after it. Keys and rows stay unchanged until `logits` has returned or, with signals, until what was issued after
+        it is over. What was read is counted then, or when the step is settled: int8's scales with its codes, whole
+        blocks of a sketch.
         ValueError: what does not fit.
         """
         batch, heads, dim = query.shape
