@@ -81,10 +81,11 @@ class HybridAttention(TieredAttention):
         self._scan: ScanTicket | None = None
         self._fetch: FetchTicket | None = None
         self._submitted = self._chosen = self._listed_copy = Ticket()
+        self._rows_are_there = False
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         assert plan.keep is not None
-        self._plan, self._query = plan, query
+        self._plan, self._query, self._rows_are_there = plan, query, False
         self.selection = self._fetch = self._scan = self.probed_mass = None
         self.trial_masses = []
         self.host_lengths = self._kv.admit()
@@ -127,21 +128,29 @@ class HybridAttention(TieredAttention):
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = self._limits = None
+        if not (scan is None or self._listed or self._kv.host_keys.sketched):
+            # The scan is what a step takes longest for: all of the device's work of the layer runs beside the next one.
+            self._wait_for_rows()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         if not self.predicts:
             self.submit(query, plan)
             self.choose()
         assert self.selection is not None
-        with self._telemetry.span("link_wait", self._layer):
-            # The fetch comes after the choice, which reads the window without the new token.
-            (self._fetch or self._chosen).wait()
+        self._wait_for_rows()
         with self._telemetry.span("attention", self._layer):
             context, log_sum = self._write_and_attend(query, key, value, place.slots, plan.probe_mass)
         self._kv.grow()
         if log_sum is not None and max(self.host_lengths):
             self._probe(query, log_sum)
         return context.to(query.dtype).reshape(query.shape[0], -1)
+
+    def _wait_for_rows(self) -> None:
+        """In the device's stream, until fetch and choice are done: choosing reads the window without the new token."""
+        if not self._rows_are_there:
+            with self._telemetry.span("link_wait", self._layer):
+                (self._fetch or self._chosen).wait()
+            self._rows_are_there = True
 
     def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
         """The choice in rows of the host tier, from logits [B, Hq, n] of the scored ones (None: all are kept)."""

@@ -93,6 +93,8 @@ class HostKeys(ABC):
     kind: str
     #: The rows themselves, where kernels may read them in place: any floating type.
     in_place: HostBuffer | None = None
+    #: Whether a sketch is scored in their stead, which takes a small part of the time.
+    sketched = False
 
     @abstractmethod
     def scanned(self) -> HostBuffer | ScannedKeys:
@@ -233,6 +235,8 @@ class Int8Keys(HostKeys):
 
 class SketchedKeys(HostKeys):
     """Any of the others, with a sketch beside it that is scored in its stead."""
+
+    sketched = True
 
     def __init__(self, keys: HostKeys, bits: int, sketch: HostBuffer, transfer: TransferEngine) -> None:
         """sketch: for `sketch_part`."""
