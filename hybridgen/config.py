@@ -109,9 +109,7 @@ class RuntimeConfig:
     worker_threads: int | Literal["auto"] = "auto"
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention; native: C++ on the CPU
-    # Whether what a decode step does again and again is launched as CUDA graphs (offload/pieces.py). Not by itself: its
-    # tests on a GPU have not been seen to pass yet.
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True  # on a GPU: what a decode step does again and again is launched as graphs (pieces.py)
     # Threads that torch computes with on the CPU; auto: all cores that the scan leaves, fewer while others use them.
     torch_threads: int | Literal["auto"] = "auto"
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never

@@ -290,7 +290,7 @@ class CudaTransfer(TransferEngine):
 
     signals = True
 
-    def __init__(self, telemetry: Telemetry, device: torch.device, graphs: bool = False) -> None:
+    def __init__(self, telemetry: Telemetry, device: torch.device, graphs: bool = True) -> None:
         """graphs: whether pieces become CUDA graphs."""
         self._running = _Running(torch.cuda.current_stream(device))
         self.clock = CudaClock(self._running)
@@ -438,7 +438,7 @@ def _row_bytes(sources: list[HostBuffer]) -> int:
 
 
 def make_transfer(
-    kind: str, device: torch.device, telemetry: Telemetry, cuda_graphs: bool = False
+    kind: str, device: torch.device, telemetry: Telemetry, cuda_graphs: bool = True
 ) -> TransferEngine:
     """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer, as cuda_graphs)."""
     if kind == "auto":

@@ -56,10 +56,10 @@ def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: st
 @pytest.mark.parametrize("keep", [1.0, 0.2])
 @pytest.mark.parametrize("lookahead", ["select", "off"])
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
-def test_greedy_tokens_by_graphs(name: str, lookahead: str, keep: float, directory: Path) -> None:
+def test_greedy_tokens_call_by_call(name: str, lookahead: str, keep: float, directory: Path) -> None:
     model = save_tiny_model(name, directory)
     overrides = {"selection.keep": keep, "attention.lookahead": lookahead}
-    assert generate(model, "cuda", **overrides, **{"runtime.cuda_graphs": True}) == generate(model, "cpu", **overrides)
+    assert generate(model, "cuda", **overrides, **{"runtime.cuda_graphs": False}) == generate(model, "cpu", **overrides)
 
 
 def test_micro_batches_and_prefill_pieces(directory: Path) -> None:

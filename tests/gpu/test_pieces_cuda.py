@@ -44,7 +44,7 @@ def test_replayed_and_call_by_call(
 ) -> None:
     settings = {
         "runtime.device": "cuda", "model.dtype": "float32", "cache.gpu_window": 64, "selection.keep": keep,
-        "model.exact_layers": [0], "runtime.micro_batch": 2, "runtime.cuda_graphs": True,
+        "model.exact_layers": [0], "runtime.micro_batch": 2,
     }  # fmt: skip
     if home == "gpu":
         settings |= {"cache.sketch": "int2", "cache.sketch_home": "gpu"}
