@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -32,6 +33,15 @@ class Clock(Protocol):
         """All marks so far have been made use of."""
         ...
 
+    @property
+    def marks(self) -> int:
+        """How many there are since; 0 where they are not numbered."""
+        ...
+
+    def repeat(self, marks: int) -> None:
+        """The next ones are made again, by a graph."""
+        ...
+
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """May wait for the marks to be reached: call it after a step only."""
         ...
@@ -45,12 +55,16 @@ class HostClock:
     """The clock of a machine whose CPU plays the GPU's part."""
 
     is_costly = False
+    marks = 0
 
     def mark(self) -> float:
         return time.perf_counter()
 
     def restart(self) -> None:
         pass
+
+    def repeat(self, marks: int) -> None:
+        raise NotImplementedError("the host's marks are not made by a graph")
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3
@@ -82,6 +96,16 @@ class StepTimings:
     start_s: float = 0.0  # perf_counter
     spans: tuple[TracedSpan, ...] = ()  # of a traced step only
     is_timed: bool = True  # whether stage_ms has all stages, or only what the host itself did
+
+
+@dataclass
+class Recorded:
+    """What was counted and timed while work was issued that will be issued again."""
+
+    spans: list[tuple[_Span, int]] = field(default_factory=list)  # and their bytes
+    device_units: list[tuple[str, Tensor, int, _Span | None]] = field(default_factory=list)
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    marks: int = 0
 
 
 @dataclass
@@ -130,6 +154,32 @@ class Telemetry:
     def count_on_device(self, direction: Direction, units: Tensor, unit_bytes: int) -> None:
         """As `count_bytes` for a number that only the device knows: sum(units) * unit_bytes."""
         self._device_units.append((direction, units, unit_bytes, self._open))
+
+    @property
+    def place(self) -> tuple[bool, bool, int]:
+        """What decides which marks the work that is issued next will make."""
+        return self.enabled, self._is_timed, self.clock.marks
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorded]:
+        """What is counted and timed inside is known, in the end, to what this gives."""
+        recorded, before = Recorded(), dict(self.bytes_moved)
+        spans, units, marks = len(self._spans), len(self._device_units), self.clock.marks
+        yield recorded
+        recorded.spans = [(span, span.bytes) for span in self._spans[spans:]]
+        recorded.device_units = self._device_units[units:]
+        recorded.bytes_moved = {name: count - before.get(name, 0) for name, count in self.bytes_moved.items()}
+        recorded.marks = self.clock.marks - marks
+
+    def repeat(self, recorded: Recorded) -> None:
+        """The same work was issued again."""
+        for span, moved in recorded.spans:
+            span.bytes = moved
+            self._spans.append(span)
+        self._device_units += recorded.device_units
+        for name, count in recorded.bytes_moved.items():
+            self.bytes_moved[name] += count
+        self.clock.repeat(recorded.marks)
 
     def begin_step(self) -> None:
         """Waits for the running stream only if the step is to be traced."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
+from hybridgen.attention.resident_kernel import attend_resident, splits_for
 from hybridgen.kv_cache.quantize import (
     SKETCH_BITS,
     SKETCH_BLOCK,
@@ -77,7 +78,7 @@ def main() -> int:
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
     checks += (check_wide_choice, check_sketch_scores, check_fetches, check_decoding_fetches)
-    checks += (check_attention, check_norms)
+    checks += (check_attention, check_resident_attention, check_norms)
     for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
@@ -281,6 +282,22 @@ def check_attention(device: torch.device, generator: torch.Generator) -> None:
         torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-5)
         total = torch.logsumexp(torch.cat(logits, -1), -1).reshape(batch, heads)
         torch.testing.assert_close(log_sum, total, rtol=1e-5, atol=1e-5)
+
+
+def check_resident_attention(device: torch.device, generator: torch.Generator) -> None:
+    """Ragged lengths, more than one split; what lies beyond a length is NaN and is not read."""
+    shapes = [*ATTENTION_SHAPES, (2, 2, 2, 24), (1, 17, 1, 8)]
+    for (batch, heads, kv_heads, dim), lengths in itertools.product(shapes, ([1, 64, 2], [1100, 513, 300])):
+        query = torch.randn(batch, heads, dim, generator=generator, device=device)
+        keys, values = torch.randn(2, batch, kv_heads, max(lengths) + 7, dim, generator=generator, device=device)
+        index = torch.tensor(lengths[:batch], device=device) - 1
+        beyond = (torch.arange(keys.shape[2], device=device) > index.unsqueeze(1)).view(batch, 1, 1, -1)
+        logits = attention_logits(group_by_kv_head(query, kv_heads), keys, beyond, 0.3)
+        k, v = (tensor.masked_fill(beyond.transpose(2, 3), math.nan) for tensor in (keys, values))
+        context, log_sum = attend_resident(query, k, v, index, splits_for(max(lengths)), 0.3)
+        expected = joint_attention([logits], [values]).reshape(batch, heads, dim)
+        torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(log_sum, torch.logsumexp(logits, -1).view(batch, heads), rtol=1e-5, atol=1e-5)
 
 
 def check_norms(device: torch.device, generator: torch.Generator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,17 @@ class LayerAttention(ABC):
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         """Add the new token's key, value [B, Hkv, d]; context of query [B, Hq, d] as [B, Hq * d]."""
+
+    def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
+        """What the device's part of the coming step depends on, beside tensors that lie where they lay.
+
+        None: the host has a part in it, beside `repeated`, or tensors lie elsewhere each time.
+        """
+        return None
+
+    def repeated(self) -> None:
+        """The device has been given the step of the same structure once more: what it does to the host's state."""
+        raise NotImplementedError
 
     def age(self) -> None:  # noqa: B027 - not abstract: without a host tier nothing ages
         """After attention: let the oldest window rows start for the host."""

@@ -116,15 +116,25 @@ def attend_rows(
     splits = cdiv(local_rows + fetched_rows, SPLIT)
     # Of each split: its part of the context, then its maximum, then its sum.
     partial = torch.empty(batch * heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
-    context = torch.empty((batch, heads, dim), dtype=query.dtype, device=query.device)
-    log_sum = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
-    padded = next_power_of_2(dim)
     launch(
         _attend_split, (batch * heads, splits),
         (query.contiguous(), keys, values, empty, fetched_keys, fetched_values, counts, partial),
         (scale, local_rows, fetched_rows, kv_heads, splits),
-        (heads // kv_heads, dim, padded, SPLIT, ROWS_A_TURN),
+        (heads // kv_heads, dim, next_power_of_2(dim), SPLIT, ROWS_A_TURN),
         WARPS,
     )  # fmt: skip
-    launch(_merge, (batch * heads, 1), (partial, context, log_sum), (splits,), (dim, padded, SPLITS_A_TURN), WARPS)
+    return merge_splits(partial, query, splits)
+
+
+def merge_splits(partial: Tensor, query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Context, as `query` [B, Hq, d], and log-sum-exp [B, Hq] of splits that lie in `partial`.
+
+    partial: float32, for each head and split the sum of exp(logit - maximum) * v [d]; then all their maxima; then the
+    sums of exp(logit - maximum). A split without rows has -inf and 0.
+    """
+    batch, heads, dim = query.shape
+    context = torch.empty((batch, heads, dim), dtype=query.dtype, device=query.device)
+    log_sum = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
+    constants = (dim, next_power_of_2(dim), SPLITS_A_TURN)
+    launch(_merge, (batch * heads, 1), (partial, context, log_sum), (splits,), constants, WARPS)
     return context, log_sum

@@ -11,6 +11,7 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -144,6 +145,16 @@ class HybridAttention(TieredAttention):
         if log_sum is not None and max(self.host_lengths):
             self._probe(query, log_sum)
         return context.to(query.dtype).reshape(query.shape[0], -1)
+
+    def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
+        """A sketch on the device leaves the host nothing to do, but while a block moves to the host."""
+        lengths = self._kv.steady_host_lengths()
+        if lengths is None or plan.probe_mass or self._candidates is not None or not self._kv.host_keys.on_device:
+            return None
+        return plan, tuple(lengths)
+
+    def repeated(self) -> None:
+        self._kv.grow()
 
     def _wait_for_rows(self) -> None:
         """In the device's stream, until fetch and choice are done: choosing reads the window without the new token."""

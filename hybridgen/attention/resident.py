@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridgen.attention.base import DecodePlace, LayerAttention, group_by_kv_head
+from hybridgen.attention.tiered import Kernels
 from hybridgen.kv_cache.resident import ResidentKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.transfer import Ticket
@@ -15,23 +18,40 @@ from hybridgen.types import LayerPlan
 class ResidentAttention(LayerAttention):
     """Exact layers in mode `resident`, and every layer of strategy `full`."""
 
-    def __init__(self, spec: LayerSpec, kv: ResidentKV) -> None:
-        self._spec = spec
-        self._kv = kv
+    def __init__(self, spec: LayerSpec, kv: ResidentKV, kernels: Kernels) -> None:
+        self._spec, self._kv, self._kernels = spec, kv, kernels
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
-        self.pieces.run("append", (key, value, place.index), lambda: self._kv.write(key, value, place.index))
-        self._kv.grow()
+        kv, scale = self._kv, self._spec.scale
+        kv.grow()
+        if self._kernels == "triton":
+            from hybridgen.attention.resident_kernel import attend_resident  # Triton: only where there is a GPU
+
+            splits = _splits(place)
+
+            def work() -> Tensor:
+                kv.write(key, value, place.index)
+                context, _ = attend_resident(query, kv.keys, kv.values, place.index, splits, scale)
+                return context
+
+            return self.pieces.run("attend", (query, key, value, place.index, splits), work).flatten(1)
+        kv.write(key, value, place.index)
         longest = max(place.lengths)
         # The heads of a group are queries of one KV head, so no KV row is copied or read twice.
         context = F.scaled_dot_product_attention(
             group_by_kv_head(query, self._spec.num_kv_heads),
-            self._kv.keys[:, :, :longest],
-            self._kv.values[:, :, :longest],
+            kv.keys[:, :, :longest],
+            kv.values[:, :, :longest],
             attn_mask=place.resident_mask,
-            scale=self._spec.scale,
+            scale=scale,
         )
         return self.pieces.hold("context", context.reshape(query.shape[0], -1))
+
+    def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
+        return _splits(place) if self._kernels == "triton" else None
+
+    def repeated(self) -> None:
+        self._kv.grow()
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         self._kv.load_past(sequence, keys, values)
@@ -39,3 +59,9 @@ class ResidentAttention(LayerAttention):
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
         self._kv.store(sequence, keys, values)
         return []
+
+
+def _splits(place: DecodePlace) -> int:
+    from hybridgen.attention.resident_kernel import splits_for  # Triton: only where there is a GPU
+
+    return splits_for(max(place.lengths))

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hybridgen.attention.base import DecodePlace, LayerAttention
 from hybridgen.engine.schedule import Schedule
+from hybridgen.engine.whole_step import WholeStep
 from hybridgen.kv_cache.layout import WindowLayout
 from hybridgen.offload.pieces import Pieces
+from hybridgen.offload.transfer import TransferEngine
 from hybridgen.types import StepPlan
 
 MakeLayers = Callable[[int, int], list[LayerAttention]]
@@ -71,7 +73,7 @@ class Batch:
         make_layers: MakeLayers,
         device: torch.device,
         schedule: Schedule,
-        make_pieces: Callable[[], Pieces] = Pieces,
+        transfer: TransferEngine,
     ) -> None:
         """capacities: tokens that each sequence may reach; micro_batch: sequences of one, 0 for all."""
         if not capacities or min(capacities) < 1:
@@ -86,7 +88,8 @@ class Batch:
             members = range(start, min(start + size, len(capacities)))
             capacity = max(capacities[member] for member in members)
             layers = make_layers(len(members), capacity)
-            self.micro_batches.append(MicroBatch(members, capacity, layout, layers, device, make_pieces()))
+            self.micro_batches.append(MicroBatch(members, capacity, layout, layers, device, transfer.pieces()))
+        self.whole_step: WholeStep[list[Tensor]] = WholeStep(transfer.recorder, transfer.telemetry)
 
     @property
     def lengths(self) -> list[int]:

@@ -73,7 +73,7 @@ class LayerFactory:
         for layer, (spec, mode) in enumerate(zip(self._spec.layers, self._modes, strict=True)):
             if mode == "resident":
                 kv = ResidentKV(spec, sequences, capacity, self._device, self._dtype)
-                layers.append(ResidentAttention(spec, kv))
+                layers.append(ResidentAttention(spec, kv, self._kernels))
             else:
                 layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
             layers[-1].pieces = self._memory.transfer.pieces()
@@ -108,7 +108,9 @@ class LayerFactory:
         stagings: dict[LayerSpec, Staging],
     ) -> LayerAttention:
         transfer, worker = self._memory.transfer, self._memory.worker
-        threshold = self._layout.ageing_threshold(layer, self._spec.num_layers)
+        # Where nothing waits for the host, layers age in one step, so that the others are all the same (WholeStep).
+        turn = 0 if self._keys_as.on_device else layer
+        threshold = self._layout.ageing_threshold(turn, self._spec.num_layers)
         kv = TieredKV(
             spec, sequences, capacity, self._layout, threshold, self._device, self._dtype, keys, values, transfer,
             self._keys_as,

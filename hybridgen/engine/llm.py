@@ -200,8 +200,8 @@ class LLM:
         if schedule is None:
             schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
         micro_batch = self.config.runtime.micro_batch
-        pieces = self._transfer.pieces
-        batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule, pieces)
+        transfer = self._transfer
+        batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule, transfer)
         if self.config.attention.predictor == "delta" and "lookahead" in self.modes:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
         return batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -66,12 +66,29 @@ class Runner:
         # Weights that arrive in turn in one place are waited for as they are looked up: nothing for a piece.
         streamed = self._weights.share < 1.0
         states = [_DecodeState(self.model, micro_batch, tokens, streamed) for micro_batch in batch.micro_batches]
+
+        def structure() -> Hashable | None:
+            parts = [None if streamed else state.structure(plan) for state in states]
+            return None if None in parts else tuple(parts)
+
+        def host_part() -> None:
+            for state in states:
+                for attention in state.layers:
+                    attention.repeated()
+
+        xs = batch.whole_step.run(structure, lambda: self._decode_layers(states, plan), host_part)
+        with self._telemetry.span("lm_head", 0):
+            return torch.cat([self.model.logits(x) for x in xs])
+
+    def _decode_layers(self, states: list[_DecodeState], plan: StepPlan) -> list[Tensor]:
+        """What comes out of the last layer, for each micro-batch [B, hidden]."""
+        for state in states:
+            state.x = state.embedded
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
             for state in states:
                 self._decode_layer(layer, state, plan)
-        with self._telemetry.span("lm_head", 0):
-            return torch.cat([self.model.logits(state.x) for state in states])
+        return [state.x for state in states]
 
     def _decode_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
         model, span, weights = self.model, self._telemetry.span, self._weights.wait(layer)
@@ -209,8 +226,19 @@ class _DecodeState:
         self.pieces = Pieces() if streamed else micro_batch.pieces
         self.place = micro_batch.next_place()
         positions, members = model.positions(self.place.index), micro_batch.members
-        self.x = micro_batch.pieces.hold("x", model.embed(tokens[members.start : members.stop], positions))
+        self.embedded = micro_batch.pieces.hold("x", model.embed(tokens[members.start : members.stop], positions))
+        self.x = self.embedded
         self.positions = positions.held(micro_batch.pieces.hold)
+
+    def structure(self, plan: StepPlan) -> Hashable | None:
+        """Of all layers (`LayerAttention.structure`); None as soon as one has none."""
+        parts: list[Hashable] = []
+        for attention, layer_plan in zip(self.layers, plan.layers, strict=True):
+            part = attention.structure(self.place, layer_plan)
+            if part is None:
+                return None
+            parts.append(part)
+        return tuple(parts)
 
 
 class _PrefillState:

@@ -95,6 +95,8 @@ class HostKeys(ABC):
     in_place: HostBuffer | None = None
     #: Whether a sketch is scored in their stead, which takes a small part of the time.
     sketched = False
+    #: Whether it lies on the device: `device_scan`.
+    on_device = False
 
     @abstractmethod
     def scanned(self) -> HostBuffer | ScannedKeys:
@@ -273,6 +275,8 @@ class SketchedKeys(HostKeys):
 
 class DeviceSketchedKeys(SketchedKeys):
     """The sketch lies on the device, which scores by it: the CPU has nothing to scan."""
+
+    on_device = True
 
     def __init__(self, keys: HostKeys, bits: int, sketch: Tensor, transfer: TransferEngine) -> None:
         super().__init__(keys, bits, HostBuffer(sketch, sketch), transfer)

@@ -89,6 +89,14 @@ class TieredKV:
         self._ageing.clear()
         return list(self.host_lengths)
 
+    def steady_host_lengths(self) -> list[int] | None:
+        """The host lengths, where a token more leaves them and the host alone: no block ages, and there are rows."""
+        if self._arriving or self._ageing or max(self.host_lengths) == 0:
+            return None
+        if any(self.window_length(b) + 1 >= self._ageing_threshold for b in range(len(self.lengths))):
+            return None
+        return self.host_lengths
+
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Copy the tokens so far, in order, into the first rows of keys, values [Hkv, n, d]."""
         self.admit()

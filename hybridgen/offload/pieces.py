@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,10 +46,23 @@ class Recorder(Protocol):
     """What captures, for all pieces of a device."""
 
     enabled: bool
+    capturing: bool = False  # pieces are then part of what is captured
+    moved: int = 0  # how often a piece's result came to lie elsewhere: what was captured may not know
+    does_all: bool = False  # whether a replay does the host's part, too
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """The graph of work(), which has yet to be replayed."""
         ...
+
+
+@contextmanager
+def call_by_call(recorder: Recorder) -> Iterator[None]:
+    """Inside, nothing is captured or replayed."""
+    before, recorder.enabled = recorder.enabled, False
+    try:
+        yield
+    finally:
+        recorder.enabled = before
 
 
 class GraphPieces(Pieces):
@@ -64,6 +77,9 @@ class GraphPieces(Pieces):
         piece = self._pieces.get(name)
         if piece is None:
             piece = self._pieces[name] = _Piece()
+        if self._recorder.capturing:
+            piece.result = self._kept(piece.result, work())
+            return cast(Result, piece.result)
         if piece.graph is not None and self._recorder.enabled and _are_the_same(inputs, piece.inputs):
             piece.graph.replay()
             result: Result = piece.result
@@ -72,10 +88,10 @@ class GraphPieces(Pieces):
         if piece.key != key or not self._recorder.enabled:
             # Kernels are compiled and libraries set up as they are first used: not in a capture.
             piece.key, piece.inputs, piece.graph = None, (), None
-            piece.result = _kept(piece.result, work())
+            piece.result = self._kept(piece.result, work())
             piece.key = key  # not if that failed
         elif piece.graph is None:
-            piece.graph = self._recorder.capture(lambda: _kept(piece.result, work()))
+            piece.graph = self._recorder.capture(lambda: self._kept(piece.result, work()))
             piece.inputs = tuple(inputs)
             piece.graph.replay()
         else:  # the same memory in other tensors
@@ -85,9 +101,25 @@ class GraphPieces(Pieces):
         return made
 
     def hold(self, name: Hashable, tensor: Tensor) -> Tensor:
-        held: Tensor = _kept(self._held.get(name), tensor)
+        held: Tensor = self._kept(self._held.get(name), tensor)
         self._held[name] = held
         return held
+
+    def _kept(self, place: Any, made: Any) -> Any:
+        """What was made, in `place` if that is of its shape, else in new memory: tensors, in tuples and dataclasses."""
+        if isinstance(made, Tensor):
+            if not isinstance(place, Tensor) or place.shape != made.shape or place.dtype != made.dtype:
+                place = torch.empty_like(made, memory_format=torch.contiguous_format)
+                self._recorder.moved += 1
+            return place.copy_(made)
+        if isinstance(made, tuple):
+            places = place if isinstance(place, tuple) and len(place) == len(made) else (None,) * len(made)
+            return tuple(self._kept(*pair) for pair in zip(places, made, strict=True))
+        if is_dataclass(made) and not isinstance(made, type):
+            parts = {part.name: getattr(made, part.name) for part in fields(made)}
+            kept = {name: self._kept(getattr(place, name, None), part) for name, part in parts.items()}
+            return replace(made, **kept)
+        return made
 
 
 class _Piece:
@@ -107,27 +139,21 @@ def _are_the_same(inputs: Sequence[Any], before: Sequence[Any]) -> bool:
     return all(a is b or not (isinstance(a, Tensor) or a != b) for a, b in zip(inputs, before, strict=True))
 
 
-def _kept(place: Any, made: Any) -> Any:
-    """What was made, in `place` if that is of its shape, else in new memory: tensors, in tuples and dataclasses."""
-    if isinstance(made, Tensor):
-        if not isinstance(place, Tensor) or place.shape != made.shape or place.dtype != made.dtype:
-            place = torch.empty_like(made, memory_format=torch.contiguous_format)
-        return place.copy_(made)
-    if isinstance(made, tuple):
-        places = place if isinstance(place, tuple) and len(place) == len(made) else (None,) * len(made)
-        return tuple(_kept(*pair) for pair in zip(places, made, strict=True))
-    if is_dataclass(made) and not isinstance(made, type):
-        parts = {part.name: getattr(made, part.name) for part in fields(made)}
-        return replace(made, **{name: _kept(getattr(place, name, None), part) for name, part in parts.items()})
-    return made
+class RunningStream:
+    """The stream that work is issued to. Asking torch takes 10 us, hundreds of times a step."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
 
 
 class CudaRecorder:
     """CUDA graphs."""
 
-    def __init__(self, device: torch.device, running: Callable[[], torch.cuda.Stream]) -> None:
-        """running: tells the stream that graphs will be launched in."""
-        self.enabled = True
+    does_all = False
+
+    def __init__(self, device: torch.device, running: RunningStream) -> None:
+        """running: where graphs will be launched; while one is captured, the stream that does it."""
+        self.enabled, self.capturing, self.moved = True, False, 0
         self._device, self._running = device, running
         self._pool: Any = None
         self._first: Graph | None = None
@@ -136,7 +162,7 @@ class CudaRecorder:
     def capture(self, work: Callable[[], object]) -> Graph:
         # In a stream of its own for each one that graphs run in: memory belongs to a stream, and what belongs to one
         # is not used beside another. The default stream, besides, cannot be captured.
-        running = self._running().cuda_stream
+        running = self._running.stream.cuda_stream
         if running not in self._streams:
             self._streams[running] = torch.cuda.Stream(self._device)
         stream = self._streams[running]
@@ -147,13 +173,15 @@ class CudaRecorder:
         return self._capture(stream, work)
 
     def _capture(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), self._running.stream
         with torch.cuda.stream(stream), _no_collection():
             # relaxed: a kernel may have to be compiled and loaded.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            self._running.stream, self.capturing = stream, True
             try:
                 work()
             finally:
+                self._running.stream, self.capturing = before, False
                 graph.capture_end()
         return graph
 
@@ -176,7 +204,7 @@ class RepeatRecorder:
     So an input that was not named shows in the result, as it would on a GPU.
     """
 
-    enabled = True
+    enabled, capturing, does_all, moved = True, False, True, 0
 
     def capture(self, work: Callable[[], object]) -> Graph:
         return _Repeat(work)

@@ -22,7 +22,15 @@ from torch import Tensor
 from hybridgen.errors import ConfigError
 from hybridgen.offload.dma import copy_pieces, is_for_dma
 from hybridgen.offload.host_memory import HostBuffer
-from hybridgen.offload.pieces import CudaRecorder, GraphPieces, Pieces, RepeatRecorder
+from hybridgen.offload.pieces import (
+    CudaRecorder,
+    GraphPieces,
+    Pieces,
+    Recorder,
+    RepeatRecorder,
+    RunningStream,
+    call_by_call,
+)
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -128,14 +136,16 @@ class TransferEngine(ABC):
     def finish(self) -> None:  # noqa: B027 - not abstract: without streams nothing to do
         """Everything that was issued is over, and the host's memory may go."""
 
+    #: What captures work that is repeated; None where nothing is gained by that.
+    recorder: Recorder | None = None
+
     def pieces(self) -> Pieces:
         """For a layer or a micro-batch: what it does again and again on the device."""
-        return Pieces()
+        return Pieces() if self.recorder is None else GraphPieces(self.recorder)
 
-    @contextmanager
-    def call_by_call(self) -> Iterator[None]:
+    def call_by_call(self) -> AbstractContextManager[None]:
         """Inside, pieces are launched call by call: for those who look at single kernels."""
-        yield
+        return nullcontext() if self.recorder is None else call_by_call(self.recorder)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -213,8 +223,9 @@ class _LazyTicket(Ticket):
 class LazyTransfer(ImmediateTransfer):
     """Nothing is done before `wait`; until then the target holds NaN. Pieces do what was first recorded."""
 
-    def pieces(self) -> Pieces:
-        return GraphPieces(RepeatRecorder())
+    def __init__(self, telemetry: Telemetry) -> None:
+        super().__init__(telemetry)
+        self.recorder = RepeatRecorder()
 
     def _issue(
         self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
@@ -225,15 +236,8 @@ class LazyTransfer(ImmediateTransfer):
         return _LazyTicket(work)
 
 
-class _Running:
-    """The stream that work is issued to. Asking torch takes 10 us, hundreds of times a step."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-
-
 class _CudaTicket(Ticket):
-    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: _Running) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: RunningStream) -> None:
         self.event = event
         self._tensors = tensors  # alive until waited for
         self._running = running
@@ -252,14 +256,15 @@ class CudaClock:
 
     is_costly = True
 
-    def __init__(self, running: _Running) -> None:
+    def __init__(self, running: RunningStream) -> None:
         self._running = running
         self._events: list[torch.cuda.Event] = []
         self._used = 0
 
     def mark(self) -> torch.cuda.Event:
         if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
+            # external: in a graph, too, it is there to be read.
+            self._events.append(torch.cuda.Event(enable_timing=True, external=True))
         event = self._events[self._used]
         self._used += 1
         event.record(self._running.stream)
@@ -267,6 +272,13 @@ class CudaClock:
 
     def restart(self) -> None:
         self._used = 0
+
+    @property
+    def marks(self) -> int:
+        return self._used
+
+    def repeat(self, marks: int) -> None:
+        self._used += marks
 
     def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
@@ -292,31 +304,16 @@ class CudaTransfer(TransferEngine):
 
     def __init__(self, telemetry: Telemetry, device: torch.device, graphs: bool = True) -> None:
         """graphs: whether pieces become CUDA graphs."""
-        self._running = _Running(torch.cuda.current_stream(device))
+        self._running = RunningStream(torch.cuda.current_stream(device))
         self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
         self._driver = ctypes.CDLL("libcuda.so.1")
-        running = self._running
-        self._recorder = CudaRecorder(device, lambda: running.stream) if graphs else None
+        self.recorder = CudaRecorder(device, self._running) if graphs else None
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
-
-    def pieces(self) -> Pieces:
-        return Pieces() if self._recorder is None else GraphPieces(self._recorder)
-
-    @contextmanager
-    def call_by_call(self) -> Iterator[None]:
-        if self._recorder is None:
-            yield
-            return
-        before, self._recorder.enabled = self._recorder.enabled, False
-        try:
-            yield
-        finally:
-            self._recorder.enabled = before
 
     def follow(self) -> None:
         self._running.stream = torch.cuda.current_stream(self._device)

@@ -715,7 +715,8 @@ class DenseSimulation:
         if not self.tiered(layer):
             return
         window_rows = self.keys[layer].shape[1] - self.settings.sinks - self.host_lengths[layer]
-        if window_rows >= ageing_threshold(layer, self.model.num_layers, self.settings.window):
+        turn = 0 if self.settings.sketch != "none" and self.settings.sketch_home == "gpu" else layer
+        if window_rows >= ageing_threshold(turn, self.model.num_layers, self.settings.window):
             self.host_lengths[layer] += BLOCK
             self._store(layer)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hybridgen.offload.pieces import Graph, RepeatRecorder
 from tests.equivalence.against_engine import Case, SideBySide, Turns
 from tests.equivalence.dense_simulation import Settings
 from tests.equivalence.simulated_batch import Plans
@@ -20,8 +22,11 @@ RAGGED_16: Turns = (((12, 338, 210), 32),)
 MEASURED: Turns = (((386, 50, 236), 20),)
 TURNS: Turns = (((20, 250, 330), 14), ((70, 60, 1), 0), ((30, 1, 65), 10), ((1, 1, 1), 6), ((20, 1, 3), 7))
 
+WHOLE: Turns = (((50, 386, 236), 90),)  # of which the first is short at first, as above
+
 KEEP = Settings(window=64, keep=0.1)
 MASS = Settings(window=64, keep=None, keep_mass=0.9)
+NONE_RESIDENT: Any = {"window": 16, "exact_layers": (), "exact_mode": "select"}
 PAIR = Settings(window=16, keep=0.1, keep_mass=0.9, min_keep=8)
 
 
@@ -123,6 +128,12 @@ CASES = {
     "int4 at home, delta, llama3": case("llama3-rope", like(KEEP, predictor="delta"), "int4@gpu"),
     "int8+int2 at home, append, qwen2": case("qwen2", like(MASS, window=16), "int8+int2@gpu", TURNS),
     "int2 at home, select 0 2, qwen2": case("qwen2", like(KEEP, exact_layers=(0, 2), exact_mode="select"), "int2@gpu"),
+    # Every layer: nothing in a step needs the host, until a block ages
+    "int4 at home, whole steps": case("llama-gqa2", like(KEEP, **NONE_RESIDENT), "int4@gpu", WHOLE),
+    "int2 at home, whole steps, off": case("opt", off(PAIR, **NONE_RESIDENT), "int2@gpu", WHOLE),
+    "int8+int4 at home, whole steps": case(
+        "qwen2", like(MASS, **NONE_RESIDENT), "int8+int4@gpu", WHOLE, runtime__micro_batch=1
+    ),
     "int8+int2, gqa2 mass": case("llama-gqa2", MASS, "int8+int2"),
     "int8+int2, logits, opt pair": case("opt", logits(PAIR), "int8+int2", RAGGED_16, seed=2),
     "int8+int2, append, delta": case("llama3-rope", like(PAIR, predictor="delta"), "int8+int2", TURNS),
@@ -164,6 +175,22 @@ def test_stored_keys_kept_sets_and_logits(zoo: ModelZoo, name: str) -> None:
     run = check(zoo, CASES[name])
     kinds = {kind for kinds in run.kinds for kind in kinds if kind is not None}
     assert kinds == {CASES[name].settings.keys_as.kind}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "whole steps" in name])
+def test_whole_steps_are_repeated(zoo: ModelZoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one graph on a GPU; here the layers are gone through once more with what was there when it was recorded."""
+    recorded: list[object] = []
+    capture = RepeatRecorder.capture
+
+    def counted(self: RepeatRecorder, work: Callable[[], object]) -> Graph:
+        if "decode_step" in work.__qualname__:  # type: ignore[attr-defined]
+            recorded.append(work)
+        return capture(self, work)
+
+    monkeypatch.setattr(RepeatRecorder, "capture", counted)
+    check(zoo, CASES[name])
+    assert 2 <= len(recorded) <= 8  # again for each block that has aged
 
 
 # Of `select` and `off`, for `logits` has no kernel of its own.

@@ -53,15 +53,60 @@ def test_replayed_and_call_by_call(
             expected = decode(llm)
         assert not captures
         difference = (decode(llm) - expected).abs().amax((1, 2))
-        # Of a layer's pieces, five a micro-batch, each is captured once; choice and attention again as a sequence's
-        # host tier grows, three times at most.
         layers, sequences = llm.spec.num_layers, len(PROMPTS)
-        assert 2 * layers < len(captures) <= layers * (2 * 5 + sequences * 3 * 2) + 1
+        if home == "gpu":  # whole steps, anew as a sequence's host tier grows
+            assert 2 <= len(captures) <= 3 * sequences + 2
+        else:
+            # Of a layer's pieces, five a micro-batch, each is captured once; choice and attention again as a sequence's
+            # host tier grows, three times at most.
+            assert 2 * layers < len(captures) <= layers * (2 * 5 + sequences * 3 * 2) + 1
     # By few bits two tokens may score so nearly the same that rounding decides, and what was cached then stays: of a
     # step in twenty at most, and slightly.
     is_loose = home == "gpu" and keep < 1
     tolerance = (1e-2 if is_loose else 1e-4) * expected.abs().max()
     assert int((difference > tolerance).sum()) <= (STEPS // 20 if is_loose else 0), difference
+
+
+WHOLE = {
+    "all resident": {"attention.executor": "full"},
+    "sketch": {"cache.sketch": "int2", "cache.sketch_home": "gpu"},
+    "sketch, int8, off": {
+        "cache.sketch": "int4", "cache.sketch_home": "gpu", "cache.key_type": "int8", "attention.lookahead": "off",
+    },
+    "sketch, weighed by scores": {
+        "cache.sketch": "int4", "cache.sketch_home": "gpu", "attention.lookahead": "logits", "model.exact_layers": [0],
+    },
+    "sketch, delta, select": {
+        "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "delta",
+        "model.exact_layers_mode": "select",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["ragged", "one"])
+@pytest.mark.parametrize("name", ["opt", "llama-gqa3"])
+@pytest.mark.parametrize("way", sorted(WHOLE))
+def test_whole_steps(
+    way: str, name: str, prompts: list[list[int]], directory: Path, captures: list[int]
+) -> None:
+    """Tokens, bytes and stages of steps that are one graph, some of them timed, are those of steps call by call."""
+    settings = {
+        "runtime.device": "cuda", "model.dtype": "float32", "cache.gpu_window": 64, "selection.keep": 1.0, **WHOLE[way],
+    }  # fmt: skip
+    with LLM(str(save_tiny_model(name, directory)), settings) as llm:
+        with llm.call_by_call():
+            expected = llm.generate(prompts, 100, ignore_eos=True)
+        assert not captures
+        found = llm.generate(prompts, 100, ignore_eos=True)
+    assert 2 <= len(captures) <= 3 + 4 * len(prompts)  # timed and not, and again as a host tier grows
+    assert found.output_ids == expected.output_ids
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        assert (ours.is_timed, ours.bytes_moved) == (theirs.is_timed, theirs.bytes_moved)
+        assert ours.stage_bytes == theirs.stage_bytes
+        assert {stage: set(layers) for stage, layers in ours.stage_ms.items()} == {
+            stage: set(layers) for stage, layers in theirs.stage_ms.items()
+        }
+        assert all(0 <= ms < ours.step_ms for layers in ours.stage_ms.values() for ms in layers.values())
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -1,0 +1,145 @@
+"""When the layers of a step are issued one by one, captured and repeated, with a recorder that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridgen.engine.whole_step import WholeStep
+from hybridgen.offload.pieces import Graph, GraphPieces, Recorder
+from hybridgen.telemetry import HostClock, Telemetry
+
+
+class Marks(HostClock):
+    def repeat(self, marks: int) -> None:
+        assert marks == 0
+
+
+class DeviceOnly:
+    """As a GPU's: what is captured is not done, and a replay does the device's part alone."""
+
+    does_all = False
+
+    def __init__(self) -> None:
+        self.enabled, self.capturing, self.moved = True, False, 0
+        self.device_part: list[Callable[[], object]] = []
+        self.captures = self.replays = 0
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        self.captures += 1
+        self.device_part, self.capturing = [], True
+        work()
+        self.capturing = False
+        parts = list(self.device_part)
+        recorder = self
+
+        class Replay:
+            def replay(self) -> None:
+                recorder.replays += 1
+                for part in parts:
+                    part()
+
+        return Replay()
+
+    def issue(self, part: Callable[[], object]) -> None:
+        if self.capturing:
+            self.device_part.append(part)
+        else:
+            part()
+
+
+class Engine:
+    """A step adds one on the device, and counts on the host."""
+
+    def __init__(self) -> None:
+        self.recorder, self.telemetry = DeviceOnly(), Telemetry(clock=Marks())
+        self.step: WholeStep[Tensor] = WholeStep(self.recorder, self.telemetry)
+        self.x, self.host, self.structure = torch.zeros(1), 0, (1,)
+        self.next_structure: Hashable | None = (1,)
+        self.counts = torch.tensor([3])
+
+    def work(self) -> Tensor:
+        self.recorder.issue(lambda: self.x.add_(1))
+        self.host += 1
+        with self.telemetry.span("fetch", 0):
+            self.telemetry.count_bytes("d2h", 10)
+            self.telemetry.count_on_device("h2d", self.counts, 100)
+        return self.x
+
+    def host_part(self) -> None:
+        self.host += 1
+
+    def run(self, structure: Hashable | None, then: Hashable | None = None) -> Tensor:
+        asked = iter((structure, then or structure))
+        self.telemetry.begin_step()
+        x = self.step.run(lambda: next(asked), self.work, self.host_part)
+        step = self.telemetry.end_step()
+        assert step.bytes_moved == {"d2h": 10, "h2d": 300} and step.stage_bytes == {"fetch": 310}
+        return x
+
+
+def test_a_step_is_issued_captured_and_repeated() -> None:
+    engine = Engine()
+    for number in range(1, 7):
+        assert float(engine.run("same")) == number == engine.host
+    assert (engine.recorder.captures, engine.recorder.replays) == (1, 5)
+
+
+def test_another_structure_is_captured_anew() -> None:
+    engine = Engine()
+    for number, structure in enumerate("a" * 12 + "bbb", 1):
+        assert float(engine.run(structure)) == number == engine.host
+    assert (engine.recorder.captures, engine.recorder.replays) == (2, 13)
+
+
+def test_structures_that_do_not_last_are_not_captured() -> None:
+    engine = Engine()
+    for number, structure in enumerate("aaa" + 5 * "bc" + "ddd" + 12 * "e" + "ff", 1):
+        assert float(engine.run(structure)) == number == engine.host
+    assert (engine.recorder.captures, engine.recorder.replays) == (3, 2 + 4 + 1)
+
+
+def test_a_step_with_the_host_in_it_forgets_nothing() -> None:
+    engine = Engine()
+    for number, structure in enumerate(["a", "a", None, "a", None, "a"], 1):
+        assert float(engine.run(structure)) == number == engine.host
+    assert (engine.recorder.captures, engine.recorder.replays) == (1, 3)
+
+
+def test_what_a_step_settles_is_captured_in_the_next() -> None:
+    engine = Engine()
+    for structure, then in (*[("a", "a")] * 10, (None, "b"), ("b", "b")):
+        engine.run(structure, then)
+    assert (engine.recorder.captures, engine.recorder.replays) == (2, 9 + 1)
+
+
+def test_not_if_a_piece_has_moved() -> None:
+    engine = Engine()
+    for number in range(1, 15):
+        if number == 11:
+            pieces = GraphPieces(engine.recorder)
+            pieces.run("new", (), lambda: torch.zeros(2))
+        assert float(engine.run("same")) == number
+    assert (engine.recorder.captures, engine.recorder.replays) == (2, 9 + 3)
+
+
+def test_a_timed_step_is_another_graph() -> None:
+    engine = Engine()
+    engine.telemetry.sample_every = 2
+    for number in range(1, 9):
+        assert float(engine.run("same")) == number
+    assert (engine.recorder.captures, engine.recorder.replays) == (2, 7)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_graphs_every_step_is_issued(enabled: bool) -> None:
+    engine = Engine()
+    engine.recorder.enabled = False
+    recorder: Recorder | None = None if enabled else engine.recorder
+    engine.step = WholeStep(recorder, engine.telemetry)
+    for number in range(1, 4):
+        assert float(engine.run("same")) == number == engine.host
+    assert engine.recorder.captures == 0
