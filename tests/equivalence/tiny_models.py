@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -229,6 +230,14 @@ def save_tiny_model(name: str, parent: Path) -> Path:
     if recipe.old_rope_config:
         _rewrite_rope_as_published(directory)
     return directory
+
+
+def save_word_tokenizer(directory: Path, vocab_size: int) -> None:
+    """A tokenizer of one word an id: `w7` is token 7."""
+    words = {f"w{index}": index for index in range(vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def _rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from hybridgen.config import Setting
 from hybridgen.engine.llm import LLM
 from hybridgen.errors import ConfigError, UnknownNameError
 from hybridgen.evaluation.perplexity import cut_passages
-from tests.equivalence.tiny_models import load_hf, random_tokens, save_tiny_model
+from tests.equivalence.tiny_models import load_hf, random_tokens, save_tiny_model, save_word_tokenizer
 
 VOCABULARY = 113
 CONTEXT, DECODE, PASSAGES = 200, 12, 4
@@ -31,12 +30,9 @@ SHAPE = ["--context", "200", "--decode", "12", "--passages", "4", "--batch", "3"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny Llama with a tokenizer of one word an id: `w7` is token 7."""
+    """Tiny Llama with a tokenizer of one word an id."""
     directory = save_tiny_model("llama-gqa2", tmp_path_factory.mktemp("evaluate"))
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    save_word_tokenizer(directory, VOCABULARY)
     return directory
 
 
