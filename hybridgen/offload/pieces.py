@@ -151,10 +151,13 @@ class CudaRecorder:
 
     does_all = False
 
-    def __init__(self, device: torch.device, running: RunningStream) -> None:
-        """running: where graphs will be launched; while one is captured, the stream that does it."""
+    def __init__(self, device: torch.device, running: RunningStream, beside: Sequence[torch.cuda.Stream]) -> None:
+        """running: where graphs will be launched; while one is captured, the stream that does it.
+
+        beside: the streams that work may go to.
+        """
         self.enabled, self.capturing, self.moved = True, False, 0
-        self._device, self._running = device, running
+        self._device, self._running, self._beside = device, running, beside
         self._pool: Any = None
         self._first: Graph | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -180,10 +183,19 @@ class CudaRecorder:
             self._running.stream, self.capturing = stream, True
             try:
                 work()
+                self._join(stream)
             finally:
                 self._running.stream, self.capturing = before, False
                 graph.capture_end()
         return graph
+
+    def _join(self, stream: torch.cuda.Stream) -> None:
+        """What goes on beside it ends within the graph, too, though nobody waits for it: a mark, say."""
+        for other in self._beside:
+            with torch.cuda.stream(other):
+                is_part = torch.cuda.is_current_stream_capturing()
+            if is_part:
+                stream.wait_stream(other)
 
 
 @contextmanager

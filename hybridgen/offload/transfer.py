@@ -310,7 +310,7 @@ class CudaTransfer(TransferEngine):
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self.recorder = CudaRecorder(device, self._running) if graphs else None
+        self.recorder = CudaRecorder(device, self._running, list(self._streams.values())) if graphs else None
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
