@@ -122,6 +122,6 @@ def test_a_second_request_allocates_nothing(graphs: bool, directory: Path) -> No
             before = torch.cuda.memory_stats()["num_device_alloc"]
             decode(llm)
             allocated.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
-        # Memory that another stream still uses is not there yet for what asks early: torch may take a little more, once.
+        # Memory that another stream still uses is not there yet for what asks early: torch may take more, once.
         assert sorted(allocated)[:2] == [0, 0], allocated
         assert llm.host_memory["slabs_allocated"] == slabs
