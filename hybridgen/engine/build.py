@@ -293,6 +293,7 @@ def plan_memory(
     chunk = min(prefill_chunk(config, choice.device), capacity)
     widest = max(layer.num_heads * layer.head_dim * 4 for layer in spec.layers)
     widest = max(widest, choice.family.mlp_tensors * spec.intermediate_size)
+    attended = max(layer.num_heads * layer.head_dim for layer in spec.layers)
     repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
     on_flash = choice.device.type == "cuda" and dtype != torch.float32
     plan.device = {
@@ -306,8 +307,9 @@ def plan_memory(
         "logits and choice": logits,
         "mass lately and candidates": 2 * listed,
         "prefill: hidden states": batch * capacity * spec.hidden_size * element,
-        # Three in flight: the layer at work and two that are leaving for the host.
-        "prefill: KV of one sequence": past * (3 if on_flash or repeated == 1 else 3 + repeated),
+        # Two: the layer at work, and one that is leaving for the host.
+        "prefill: KV of one sequence": past * (2 if on_flash or repeated == 1 else 2 + repeated),
+        "prefill: queries and context": 2 * capacity * attended * element,
         "prefill: keys in fewer bits": encoding,
         "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,
         "LM head": batch * spec.vocab_size * 8,

@@ -6,8 +6,8 @@ i's input; the rows it finds are fetched beside the scan for layer i + 2 (Hybrid
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -18,6 +18,7 @@ from hybridgen.engine.batch import Batch, MicroBatch, last_rows
 from hybridgen.kv_cache.recall import QUERIES
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
+from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import Ticket
 from hybridgen.offload.weights import LayerWeightStore
@@ -53,7 +54,7 @@ class Runner:
             x = torch.zeros(rows, model.spec.hidden_size, dtype=model.dtype, device=model.device)
             query, key, _ = model.qkv(0, weights, x, model.positions(torch.arange(rows, device=model.device)))
             keys = key.new_zeros(spec.num_kv_heads, past + rows, spec.head_dim)
-            x = model.finish(0, weights, x, causal_attention(query, keys, keys, spec))
+            x = model.finish(0, weights, x, causal_attention(query, keys, keys, spec, rows))
             model.logits(x[-1:])[0, 0].item()
         return time.perf_counter() - start
 
@@ -142,54 +143,48 @@ class Runner:
             _PrefillState(self.model, micro_batch, [prompts[member] for member in micro_batch.members])
             for micro_batch in batch.micro_batches
         ]
-        copies: deque[list[Ticket]] = deque()
+        places = _KVPlaces(self.model, max(max(state.lengths) for state in states))
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
             for index, state in enumerate(states):
                 same = [mirror.micro_batches[index] for mirror in mirrors]
-                self._prefill_layer(layer, state, same, copies)
+                self._prefill_layer(layer, state, same, places)
             if progress is not None:
                 progress(layer)
-        for tickets in copies:
-            _finish(tickets)
+        places.wait()
         for index, state in enumerate(states):
             for micro_batch in (state.micro_batch, *(mirror.micro_batches[index] for mirror in mirrors)):
                 micro_batch.grow(state.lengths)
         return torch.cat([self.model.logits(state.x[state.last]) for state in states])
 
     def _prefill_layer(
-        self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], copies: deque[list[Ticket]]
+        self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], places: _KVPlaces
     ) -> None:
         """All tokens of all sequences through one layer; K and V then move to where they are kept."""
         model, weights, spec = self.model, self._weights.wait(layer), self.model.spec.layers[layer]
-        attention = state.micro_batch.layers[layer]
+        attention, chunk = state.micro_batch.layers[layer], self._prefill_chunk
         before = state.x[state.last]
         for sequence, (start, end) in enumerate(state.ranges):
             past, length = state.past[sequence], state.lengths[sequence]
-            if len(copies) > 1:  # the sequence before last has left its K and V
-                _finish(copies.popleft())
-            shape = (spec.num_kv_heads, length, spec.head_dim)
-            keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+            keys, values = places.next(spec, length)
             if past:
                 attention.load_past(sequence, keys, values)
-            queries: Tensor | None = None  # the last ones: the last piece may be short
-            for first in range(start, end, self._prefill_chunk):
-                last = min(first + self._prefill_chunk, end)
-                rows = slice(past + first - start, past + last - start)
-                positions = state.positions_of(first, last)
-                x = state.x[first:last]
-                query, key, value = model.qkv(layer, weights, x, positions)
-                tail = query[-QUERIES:]
-                queries = tail if queries is None else torch.cat((queries, tail))[-QUERIES:]
+            queries = state.x.new_empty(end - start, spec.num_heads, spec.head_dim)
+            pieces = [slice(first, min(first + chunk, end)) for first in range(start, end, chunk)]
+            for piece in pieces:
+                query, key, value = model.qkv(layer, weights, state.x[piece], state.positions_of(piece))
+                rows = slice(past + piece.start - start, past + piece.stop - start)
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
-                context = causal_attention(query, keys[:, : rows.stop], values[:, : rows.stop], spec)
-                state.x[first:last] = model.finish(layer, weights, x, context)
-            assert queries is not None
-            kept = (sequence, keys, values, queries, past + min(end - start, self._prefill_chunk))
+                queries[piece.start - start : piece.stop - start] = query
+            context = causal_attention(queries, keys, values, spec, chunk)
+            for piece in pieces:
+                of_piece = context[piece.start - start : piece.stop - start]
+                state.x[piece] = model.finish(layer, weights, state.x[piece], of_piece)
+            kept = (sequence, keys, values, queries[-QUERIES:].clone(), past + min(end - start, chunk))
             tickets = attention.store(*kept)
             for mirror in mirrors:
                 tickets = tickets + mirror.layers[layer].store(*kept)
-            copies.append(tickets)
+            places.leave(tickets)
         for micro_batch in (state.micro_batch, *mirrors):
             if micro_batch.changes is not None:
                 torch.sub(state.x[state.last], before, out=micro_batch.changes[layer])
@@ -257,10 +252,36 @@ class _PrefillState:
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=model.device)
         self.x = model.embed(tokens, Positions(self._index))
 
-    def positions_of(self, first: int, last: int) -> Positions:
-        return self._model.positions(self._index[first:last])
+    def positions_of(self, piece: slice) -> Positions:
+        return self._model.positions(self._index[piece])
 
 
-def _finish(tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.wait_host()
+class _KVPlaces:
+    """Two places for K and V of a sequence in one layer: while those of one leave, the next ones are made."""
+
+    def __init__(self, model: DecoderModel, longest: int) -> None:
+        elements = max(2 * spec.num_kv_heads * spec.head_dim for spec in model.spec.layers) * longest
+        self._memory = [torch.empty(elements, dtype=model.dtype, device=model.device) for _ in range(2)]
+        self._leaving: list[list[Ticket]] = [[], []]
+        self._turn = 0
+
+    def next(self, spec: LayerSpec, length: int) -> tuple[Tensor, Tensor]:
+        """keys, values [Hkv, length, d], once what was there before has left."""
+        self._turn = 1 - self._turn
+        self._wait(self._turn)
+        shape = (2, spec.num_kv_heads, length, spec.head_dim)
+        keys, values = self._memory[self._turn][: math.prod(shape)].view(shape)
+        return keys, values
+
+    def leave(self, tickets: list[Ticket]) -> None:
+        """These copies still read what `next` gave last."""
+        self._leaving[self._turn] = tickets
+
+    def wait(self) -> None:
+        for turn in range(2):
+            self._wait(turn)
+
+    def _wait(self, turn: int) -> None:
+        for ticket in self._leaving[turn]:
+            ticket.wait_host()
+        self._leaving[turn] = []

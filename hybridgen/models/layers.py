@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor
 from hybridgen.models.spec import LayerSpec, RopeSpec
 
 FEW_ROWS = 64  # of a decode step
+LONG_PROMPT = 4096  # tokens
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """Rotation per position of each channel pair, float32 [head_dim/2]."""
@@ -55,28 +58,49 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec, piece: int) -> Tensor:
     """Attention of the last T of n tokens to all n, causally, for one sequence.
 
-    query [T, Hq, d]; keys, values [Hkv, n, d] with the T newest rows last; returns [T, Hq * d].
+    query [T, Hq, d]; keys, values [Hkv, n, d] with the T newest rows last; returns [T, Hq * d]. Where T < n, `piece`
+    tokens go at a time: a mask may then be as large as piece x n.
     """
     tokens, length = query.shape[0], keys.shape[1]
     q, k, v = query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
     if layer.group_size > 1 and not (q.is_cuda and q.dtype != torch.float32):
         # Only the flash kernels share KV heads without a copy of their own.
         k, v = (t.repeat_interleave(layer.group_size, dim=1) for t in (k, v))
-    shares_heads = k.shape[1] != q.shape[1]
-    if tokens == 1:
-        out = F.scaled_dot_product_attention(q, k, v, scale=layer.scale, enable_gqa=shares_heads)
-    elif tokens == length:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=shares_heads)
+    attend = partial(F.scaled_dot_product_attention, scale=layer.scale, enable_gqa=k.shape[1] != q.shape[1])
+    if tokens == length:
+        with _best_for_long(q):
+            out = attend(q, k, v, is_causal=True)
+    elif tokens == 1:
+        out = attend(q, k, v)
     else:
-        mask: Tensor
-        if q.is_cuda:
-            from torch.nn.attention.bias import causal_lower_right
-
-            mask = causal_lower_right(tokens, length)
-        else:
-            mask = torch.ones(tokens, length, dtype=torch.bool, device=q.device).tril(length - tokens)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=shares_heads)
+        out = torch.empty_like(q)
+        for first in range(0, tokens, piece):
+            last = min(first + piece, tokens)
+            seen = length - tokens + last
+            some, mask = q[:, :, first:last], _lower_right(last - first, seen, q.device)
+            out[:, :, first:last] = attend(some, k[:, :, :seen], v[:, :, :seen], attn_mask=mask)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, -1)
+
+
+def _best_for_long(query: Tensor) -> AbstractContextManager[None]:
+    """cuDNN's kernel is the fastest on long prompts, but makes a plan for each new length: tens of milliseconds."""
+    if not query.is_cuda or query.dtype == torch.float32 or query.shape[2] < LONG_PROMPT:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    context: AbstractContextManager[None] = sdpa_kernel(backends, set_priority=True)
+    return context
+
+
+def _lower_right(tokens: int, length: int, device: torch.device) -> Tensor:
+    """The causal mask of the last `tokens` of `length` tokens; on a GPU only its name."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask: Tensor = causal_lower_right(tokens, length)
+        return mask
+    return torch.ones(tokens, length, dtype=torch.bool, device=device).tril(length - tokens)

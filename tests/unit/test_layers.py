@@ -138,13 +138,13 @@ def test_pieces_equal_one_piece_equal_float64(heads: int, kv_heads: int, dim: in
     query = 2.0 * torch.randn(length, heads, dim, generator=generator)
     keys, values = torch.randn(2, kv_heads, length, dim, generator=generator).unbind(0)
     expected = dense(query, keys, values)
-    whole = causal_attention(query, keys, values, layer)
+    whole = causal_attention(query, keys, values, layer, 5)
     assert whole.shape == (length, heads * dim)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=2e-5)
     for cuts in ([1, 2, 33, 67], [64, 67], [20, 21, 22, 67]):
         starts = [0, *cuts[:-1]]
         pieces = [
-            causal_attention(query[start:end], keys[:, :end], values[:, :end], layer)
+            causal_attention(query[start:end], keys[:, :end], values[:, :end], layer, piece=13)
             for start, end in zip(starts, cuts, strict=True)
         ]
         torch.testing.assert_close(torch.cat(pieces).double(), expected, rtol=0, atol=2e-5)
@@ -154,9 +154,9 @@ def test_the_future_is_not_read() -> None:
     layer = LayerSpec(num_heads=2, num_kv_heads=1, head_dim=8, rope=None)
     generator = torch.Generator().manual_seed(0)
     query, keys, values = torch.randn(5, 2, 8), *torch.randn(2, 1, 9, 8, generator=generator).unbind(0)
-    before = causal_attention(query, keys, values, layer)
+    before = causal_attention(query, keys, values, layer, 5)
     keys[:, 7:] += 100.0
     values[:, 7:] -= 100.0
-    after = causal_attention(query, keys, values, layer)  # the query's tokens are 4..8
+    after = causal_attention(query, keys, values, layer, 5)  # the query's tokens are 4..8
     assert torch.equal(before[:3], after[:3])
     assert not torch.isclose(before[3:], after[3:]).all(dim=-1).any()
