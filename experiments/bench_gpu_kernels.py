@@ -1,20 +1,26 @@
-"""What the pieces of a decode layer cost on a GPU, alone: choice, fetch by grid, attention; kernels and torch twins.
+"""What the parts of a layer cost on a GPU, alone: kernels and, beside them, their torch twins or other libraries.
 
-    python experiments/bench_gpu_kernels.py
+    python experiments/bench_gpu_kernels.py [chosen] [whole]
 
-Shapes of OPT-13B at 32k, 10 % kept, float16. Prints milliseconds and, for the fetch, GB/s; for the kernels also the
-host's microseconds a call: what the launching thread needs while the GPU keeps up or is behind.
+chosen: decode with 10 % kept: choice, scores by sketches, fetch by grid, attention. whole: attention over all KV, a
+prompt's attention by library, the products of one token with a layer's matrices. Without either, both. Shapes of
+OPT-13B at 32k and of Llama-3.1-8B at 128k, float16. Prints milliseconds and the rate; for the kernels also the host's
+microseconds a call: what the launching thread needs while the GPU keeps up or is behind.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridgen.attention.base import attention_logits, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
+from hybridgen.attention.resident_kernel import attend_resident, splits_for
 from hybridgen.kv_cache import sketch_kernel
 from hybridgen.kv_cache.quantize import SKETCH_BITS, make_sketch
 from hybridgen.kv_cache.sketch_kernel import score_sketch
@@ -59,9 +65,54 @@ def report(name: str, work) -> None:  # type: ignore[no-untyped-def]
     print(f"{name:22} {time_ms(work):.3f} ms, host {host_us(work):.1f} us a call")
 
 
+def whole(device: torch.device) -> None:
+    """What reads everything: each by its limit, bytes or products."""
+    shapes = (("OPT-13B", 40, 40, 32_768), ("Llama-3.1-8B", 32, 8, 131_072))
+    for name, heads, kv_heads, tokens in shapes:
+        query = torch.randn(1, heads, DIM, dtype=torch.float16, device=device)
+        kv = torch.randn(2, 1, kv_heads, tokens, DIM, dtype=torch.float16, device=device)
+        index = torch.tensor([tokens - 1], device=device)
+        splits = splits_for(tokens)
+        took = time_ms(lambda: attend_resident(query, *kv, index, splits, SCALE))  # noqa: B023
+        print(f"attend_resident, {name}, {tokens} tokens: {took:.3f} ms, {kv.numel() * 2 / took / 1e6:.0f} GB/s")
+        grouped = query.view(1, kv_heads, heads // kv_heads, DIM)
+        took = time_ms(lambda: F.scaled_dot_product_attention(grouped, *kv))  # noqa: B023
+        print(f"torch's, {name}, {tokens} tokens: {took:.3f} ms, {kv.numel() * 2 / took / 1e6:.0f} GB/s")
+    for name, heads, kv_heads, _ in shapes:
+        query, (keys, values) = (
+            torch.randn(*size, 32_768, DIM, dtype=torch.float16, device=device)
+            for size in ((1, heads), (2, 1, kv_heads))
+        )
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                took = time_ms(
+                    lambda: F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True),  # noqa: B023
+                    rounds=5,
+                )
+            rate = 2 * heads * 32_768**2 * DIM / took / 1e9
+            print(f"a prompt's attention, {name}, 32768 tokens, {backend.name}: {took:.2f} ms, {rate:.0f} TFLOP/s")
+    for rows, columns in ((5120, 5120), (20480, 5120), (5120, 20480), (14336, 4096), (4096, 14336)):
+        x = torch.randn(1, columns, dtype=torch.float16, device=device)
+        matrices = torch.randn(8, rows, columns, dtype=torch.float16, device=device)  # more than the cache holds
+        turn = itertools.cycle(matrices)
+        took = time_ms(lambda: F.linear(x, next(turn)), rounds=40)  # noqa: B023
+        print(f"one token by {rows} x {columns}: {took:.4f} ms, {rows * columns * 2 / took / 1e6:.0f} GB/s")
+
+
 def main() -> None:
     """Run and print."""
+    asked = sys.argv[1:] or ["chosen", "whole"]
+    if set(asked) - {"chosen", "whole"}:
+        sys.exit(f"{asked}: allowed are chosen, whole")
     device = torch.device("cuda", 0)
+    if "chosen" in asked:
+        chosen(device)
+    if "whole" in asked:
+        whole(device)
+
+
+def chosen(device: torch.device) -> None:
+    """The parts of a step that chooses."""
     slab = HostSlab(2 * HEADS * HOST * DIM * 2 + HEADS * HOST * 4 + 3 * 4096, device)
     keys, values = (slab.take((1, HEADS, HOST, DIM), torch.float16) for _ in range(2))
     host_logits = slab.take((1, HEADS, HOST), torch.float32)
