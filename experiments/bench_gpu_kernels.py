@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridgen.attention.base import attention_logits, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
-from hybridgen.attention.resident_kernel import attend_resident, splits_for
+from hybridgen.attention.resident import splits_for
+from hybridgen.attention.resident_kernel import attend_resident
 from hybridgen.kv_cache import sketch_kernel
 from hybridgen.kv_cache.quantize import SKETCH_BITS, make_sketch
 from hybridgen.kv_cache.sketch_kernel import score_sketch

@@ -156,13 +156,17 @@ class Telemetry:
         self._device_units.append((direction, units, unit_bytes, self._open))
 
     @property
-    def place(self) -> tuple[bool, bool, int]:
-        """What decides which marks the work that is issued next will make."""
-        return self.enabled, self._is_timed, self.clock.marks
+    def place(self) -> tuple[bool, int]:
+        """What decides which marks the work makes that is recorded next."""
+        return self.enabled, self.clock.marks
 
     @contextmanager
     def recording(self) -> Iterator[Recorded]:
-        """What is counted and timed inside is known, in the end, to what this gives."""
+        """What is counted and timed inside is known, in the end, to what this gives.
+
+        There are marks in any case: the next step that does the same may be one that is timed.
+        """
+        is_timed, self._is_timed = self._is_timed, True
         recorded, before = Recorded(), dict(self.bytes_moved)
         spans, units, marks = len(self._spans), len(self._device_units), self.clock.marks
         yield recorded
@@ -170,6 +174,7 @@ class Telemetry:
         recorded.device_units = self._device_units[units:]
         recorded.bytes_moved = {name: count - before.get(name, 0) for name, count in self.bytes_moved.items()}
         recorded.marks = self.clock.marks - marks
+        self._is_timed = is_timed
 
     def repeat(self, recorded: Recorded) -> None:
         """The same work was issued again."""
@@ -209,7 +214,7 @@ class Telemetry:
             self.settle()
         stage_ms: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in self._spans:
-            if span.end is not None:
+            if span.end is not None and self._is_timed:
                 stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
         for timed in self._host_spans:
             stage_ms[timed.stage][timed.layer] += (timed.end_s - timed.start_s) * 1e3

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from hybridgen.attention.base import attention_logits, group_by_kv_head, joint_attention
 from hybridgen.attention.decode_kernel import attend_rows
-from hybridgen.attention.resident_kernel import attend_resident, splits_for
+from hybridgen.attention.resident import splits_for
+from hybridgen.attention.resident_kernel import attend_resident
 from hybridgen.kv_cache.quantize import (
     SKETCH_BITS,
     SKETCH_BLOCK,
@@ -286,7 +287,7 @@ def check_attention(device: torch.device, generator: torch.Generator) -> None:
 
 def check_resident_attention(device: torch.device, generator: torch.Generator) -> None:
     """Ragged lengths, more than one split; what lies beyond a length is NaN and is not read."""
-    shapes = [*ATTENTION_SHAPES, (2, 2, 2, 24), (1, 17, 1, 8)]
+    shapes = [*ATTENTION_SHAPES, (2, 2, 2, 24), (1, 17, 1, 8), (1, 2, 1, 256)]
     for (batch, heads, kv_heads, dim), lengths in itertools.product(shapes, ([1, 64, 2], [1100, 513, 300])):
         query = torch.randn(batch, heads, dim, generator=generator, device=device)
         keys, values = torch.randn(2, batch, kv_heads, max(lengths) + 7, dim, generator=generator, device=device)

@@ -50,6 +50,7 @@ class HybridAttention(TieredAttention):
     """State of one layer between `submit`, `choose` and `attend`; choice and attention in torch."""
 
     weighs_by_scores = False  # `logits`: what is kept has to be scored
+    in_pieces = False  # what it makes lies in the same place each time
 
     def __init__(
         self,
@@ -149,12 +150,15 @@ class HybridAttention(TieredAttention):
     def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
         """A sketch on the device leaves the host nothing to do, but while a block moves to the host."""
         lengths = self._kv.steady_host_lengths()
+        if self._kv.keys.is_cuda and not self.in_pieces:
+            return None
         if lengths is None or plan.probe_mass or self._candidates is not None or not self._kv.host_keys.on_device:
             return None
         return plan, tuple(lengths)
 
     def repeated(self) -> None:
         self._kv.grow()
+        self.probed_mass = None
 
     def _wait_for_rows(self) -> None:
         """In the device's stream, until fetch and choice are done: choosing reads the window without the new token."""

@@ -20,6 +20,8 @@ from hybridgen.types import TokenSelection
 class CudaHybridAttention(HybridAttention):
     """`HybridAttention` with the kernels of `selection/choose_kernel.py` and `attention/decode_kernel.py`."""
 
+    in_pieces = True
+
     def _selected(self, query: Tensor, scores: Scores, limits: KeepLimits) -> TokenSelection:
         if self._candidates is not None:  # which are learned from every choice, by the host's leave
             return super()._selected(query, scores, limits)

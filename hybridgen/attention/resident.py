@@ -14,6 +14,14 @@ from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.transfer import Ticket
 from hybridgen.types import LayerPlan
 
+SPLIT = 512  # rows of one program of the GPU's kernel
+SPLITS_A_LAUNCH = 16  # their number grows by so many at a time: a launch stays the same for long
+
+
+def splits_for(length: int) -> int:
+    """Programs for each KV head, enough for sequences of this length; the same for many lengths."""
+    return -(-length // (SPLIT * SPLITS_A_LAUNCH)) * SPLITS_A_LAUNCH
+
 
 class ResidentAttention(LayerAttention):
     """Exact layers in mode `resident`, and every layer of strategy `full`."""
@@ -27,7 +35,7 @@ class ResidentAttention(LayerAttention):
         if self._kernels == "triton":
             from hybridgen.attention.resident_kernel import attend_resident  # Triton: only where there is a GPU
 
-            splits = _splits(place)
+            splits = splits_for(max(place.lengths))
 
             def work() -> Tensor:
                 kv.write(key, value, place.index)
@@ -48,7 +56,7 @@ class ResidentAttention(LayerAttention):
         return self.pieces.hold("context", context.reshape(query.shape[0], -1))
 
     def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
-        return _splits(place) if self._kernels == "triton" else None
+        return splits_for(max(place.lengths)) if self._kernels == "triton" else None
 
     def repeated(self) -> None:
         self._kv.grow()
@@ -59,9 +67,3 @@ class ResidentAttention(LayerAttention):
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
         self._kv.store(sequence, keys, values)
         return []
-
-
-def _splits(place: DecodePlace) -> int:
-    from hybridgen.attention.resident_kernel import splits_for  # Triton: only where there is a GPU
-
-    return splits_for(max(place.lengths))

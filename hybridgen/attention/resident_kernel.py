@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridgen.attention.decode_kernel import SPLITS_A_TURN, merge_splits
-from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
+from hybridgen.attention.decode_kernel import merge_splits
+from hybridgen.attention.resident import SPLIT
+from hybridgen.selection.launch_kernel import launch, next_power_of_2
 
-LEAST_GROUP = 16  # rows of a matrix product
-SPLIT = 512  # rows of one program
+LEAST_SIDE = 16  # of a matrix product
 ROWS_A_TURN = 64
-SPLITS_A_LAUNCH = SPLITS_A_TURN  # the number of splits grows by so many at a time: a launch stays the same for long
+BYTES_A_TURN = 16384  # of K or V: some of each are in shared memory, and some GPUs have 100 KB of it
 WARPS = 4
 
 
@@ -62,11 +62,6 @@ def _attend_split(
     tl.store(partial + pieces * (DIM + 1) + place, total, mask=member < GROUP)
 
 
-def splits_for(length: int) -> int:
-    """Programs for each KV head, enough for sequences of this length; the same for many lengths."""
-    return cdiv(length, SPLIT * SPLITS_A_LAUNCH) * SPLITS_A_LAUNCH
-
-
 def attend_resident(
     query: Tensor, keys: Tensor, values: Tensor, index: Tensor, splits: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -78,13 +73,14 @@ def attend_resident(
     """
     batch, heads, dim = query.shape
     kv_heads, rows = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
+    group, padded = heads // kv_heads, max(LEAST_SIDE, next_power_of_2(dim))
+    turn = max(LEAST_SIDE, min(ROWS_A_TURN, BYTES_A_TURN // (padded * keys.element_size())))
     partial = torch.empty(batch * heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
     launch(
         _attend_split, (batch * kv_heads, splits),
         (query.contiguous(), keys, values, index, partial),
         (scale, rows, kv_heads, splits),
-        (group, max(LEAST_GROUP, next_power_of_2(group)), dim, max(16, next_power_of_2(dim)), SPLIT, ROWS_A_TURN),
+        (group, max(LEAST_SIDE, next_power_of_2(group)), dim, padded, SPLIT, turn),
         WARPS,
     )  # fmt: skip
     return merge_splits(partial, query, splits)

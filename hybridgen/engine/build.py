@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from hybridgen.attention.resident import splits_for
 from hybridgen.attention.tiered import Kernels
 from hybridgen.config import Config, with_settings
 from hybridgen.engine.layer_modes import LayerMode
@@ -293,6 +294,9 @@ def plan_memory(
     chunk = min(prefill_chunk(config, choice.device), capacity)
     widest = max(layer.num_heads * layer.head_dim * 4 for layer in spec.layers)
     widest = max(widest, choice.family.mlp_tensors * spec.intermediate_size)
+    parts = 0  # of attention over KV that is all on a GPU
+    if choice.device.type == "cuda" and "resident" in modes:
+        parts = batch * splits_for(capacity) * max(layer.num_heads * (layer.head_dim + 2) for layer in spec.layers) * 4
     attended = max(layer.num_heads * layer.head_dim for layer in spec.layers)
     repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
     on_flash = choice.device.type == "cuda" and dtype != torch.float32
@@ -300,6 +304,7 @@ def plan_memory(
         "weights": 0,
         "slots for streamed weights": 0,
         "KV of resident layers": resident,
+        "attention over resident KV": parts,
         "KV of sinks and windows": window,
         "sketches of the host's keys": sketches,
         "fetched rows": staging,

@@ -25,11 +25,11 @@ class WholeStep(Generic[Result]):
         """recorder: None where steps are always issued layer by layer."""
         self._recorder, self._telemetry = recorder, telemetry
         self._structure: Hashable = None
-        # By the marks that telemetry makes within: a step that is timed is another graph.
+        # By the marks that telemetry makes within, which those of a step that is traced follow.
         self._graphs: dict[Hashable, tuple[Graph, Recorded]] = {}
         self._result: Result | None = None
         self._seen = 0  # steps of this structure
-        self._patience = 1  # how many of them come before one is captured
+        self._short = 0  # structures one after another that did not last: the first of a request may be one
 
     def run(
         self, structure: Callable[[], Hashable | None], work: Callable[[], Result], host_part: Callable[[], None]
@@ -51,13 +51,13 @@ class WholeStep(Generic[Result]):
             # As it is afterwards: pieces may have found new places, and blocks that were on their way have arrived.
             afterwards = structure(), recorder.moved
             if afterwards[0] is not None and afterwards != self._structure:
-                if self._graphs:
-                    self._patience = 1 if self._seen > WORTH else WORTH
+                if self._seen:
+                    self._short = 0 if self._seen > WORTH else self._short + 1
                 self._structure, self._result, self._seen = afterwards, result, 1
                 self._graphs.clear()
             return result
         self._seen += 1
-        if self._seen <= self._patience:
+        if self._seen <= (1 if self._short <= 2 else WORTH):
             return work()
         place = self._telemetry.place
         if place not in self._graphs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -54,6 +54,10 @@ class Recorder(Protocol):
         """The graph of work(), which has yet to be replayed."""
         ...
 
+    def reads(self, inputs: Sequence[Any]) -> None:
+        """What is captured reads these, which live as long as the graph."""
+        ...
+
 
 @contextmanager
 def call_by_call(recorder: Recorder) -> Iterator[None]:
@@ -78,6 +82,7 @@ class GraphPieces(Pieces):
         if piece is None:
             piece = self._pieces[name] = _Piece()
         if self._recorder.capturing:
+            self._recorder.reads(inputs)
             piece.result = self._kept(piece.result, work())
             return cast(Result, piece.result)
         if piece.graph is not None and self._recorder.enabled and _are_the_same(inputs, piece.inputs):
@@ -157,6 +162,7 @@ class CudaRecorder:
         beside: the streams that work may go to.
         """
         self.enabled, self.capturing, self.moved = True, False, 0
+        self._read: list[Sequence[Any]] = []
         self._device, self._running, self._beside = device, running, beside
         self._pool: Any = None
         self._first: Graph | None = None
@@ -180,14 +186,32 @@ class CudaRecorder:
         with torch.cuda.stream(stream), _no_collection():
             # relaxed: a kernel may have to be compiled and loaded.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            self._running.stream, self.capturing = stream, True
+            self._running.stream, self.capturing, self._read = stream, True, []
             try:
                 work()
-                self._join(stream)
+            except BaseException:
+                self._give_up(graph, stream)
+                raise
             finally:
                 self._running.stream, self.capturing = before, False
-                graph.capture_end()
-        return graph
+            self._join(stream)
+            graph.capture_end()
+        return _Captured(graph, self._read)
+
+    def reads(self, inputs: Sequence[Any]) -> None:
+        self._read.append(inputs)
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """End a capture that broke off; the next one has other streams and another pool."""
+        with suppress(RuntimeError):
+            self._join(stream)
+        try:
+            graph.capture_end()
+        except RuntimeError:  # torch then leaves the pool open
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._pool = self._first = None
+        self._streams.clear()
 
     def _join(self, stream: torch.cuda.Stream) -> None:
         """What goes on beside it ends within the graph, too, though nobody waits for it: a mark, say."""
@@ -196,6 +220,16 @@ class CudaRecorder:
                 is_part = torch.cuda.is_current_stream_capturing()
             if is_part:
                 stream.wait_stream(other)
+
+
+class _Captured:
+    """A graph, and what it reads, which lives as long."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, read: list[Sequence[Any]]) -> None:
+        self._graph, self._read = graph, read
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 @contextmanager
@@ -220,6 +254,9 @@ class RepeatRecorder:
 
     def capture(self, work: Callable[[], object]) -> Graph:
         return _Repeat(work)
+
+    def reads(self, inputs: Sequence[Any]) -> None:
+        pass
 
 
 class _Repeat:

@@ -54,12 +54,9 @@ def test_replayed_and_call_by_call(
         assert not captures
         difference = (decode(llm) - expected).abs().amax((1, 2))
         layers, sequences = llm.spec.num_layers, len(PROMPTS)
-        if home == "gpu":  # whole steps, anew as a sequence's host tier grows
-            assert 2 <= len(captures) <= 3 * sequences + 2
-        else:
-            # Of a layer's pieces, five a micro-batch, each is captured once; choice and attention again as a sequence's
-            # host tier grows, three times at most.
-            assert 2 * layers < len(captures) <= layers * (2 * 5 + sequences * 3 * 2) + 1
+        # Of a layer's pieces, five a micro-batch, each is captured once; choice and attention again as a sequence's
+        # host tier grows, three times at most. Whole steps, where a sketch lies on the GPU, are few.
+        assert (1 if home == "gpu" else 2 * layers) < len(captures) <= layers * (2 * 5 + sequences * 3 * 2) + 1
     # By few bits two tokens may score so nearly the same that rounding decides, and what was cached then stays: of a
     # step in twenty at most, and slightly.
     is_loose = home == "gpu" and keep < 1
@@ -72,9 +69,6 @@ WHOLE = {
     "sketch": {"cache.sketch": "int2", "cache.sketch_home": "gpu"},
     "sketch, int8, off": {
         "cache.sketch": "int4", "cache.sketch_home": "gpu", "cache.key_type": "int8", "attention.lookahead": "off",
-    },
-    "sketch, weighed by scores": {
-        "cache.sketch": "int4", "cache.sketch_home": "gpu", "attention.lookahead": "logits", "model.exact_layers": [0],
     },
     "sketch, delta, select": {
         "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "delta",
@@ -98,8 +92,10 @@ def test_whole_steps(
             expected = llm.generate(prompts, 100, ignore_eos=True)
         assert not captures
         found = llm.generate(prompts, 100, ignore_eos=True)
-    assert 2 <= len(captures) <= 3 + 4 * len(prompts)  # timed and not, and again as a host tier grows
+    assert len(captures) >= 2
     assert found.output_ids == expected.output_ids
+    for name, value in expected.statistics.summary().items():
+        assert found.statistics.summary()[name] == (value if value is None else pytest.approx(value, rel=1e-4)), name
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
         assert (ours.is_timed, ours.bytes_moved) == (theirs.is_timed, theirs.bytes_moved)
         assert ours.stage_bytes == theirs.stage_bytes
