@@ -67,7 +67,7 @@ def run(row: Row, out: Path) -> str:
     if path.exists():
         return "done before"
     command = [
-        sys.executable, "-m", "hybridgen.run", *row.flags, "--weights", "random", "--gen", "24", "--schedule", "fixed",
+        sys.executable, "-m", "hybridgen.run", *row.flags, "--weights", "random", "--gen", "40", "--schedule", "fixed",
         "--report", str(path),
     ]  # fmt: skip
     start = time.perf_counter()

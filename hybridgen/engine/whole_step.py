@@ -46,7 +46,7 @@ class WholeStep(Generic[Result]):
         now = structure()
         if now is None or (now, recorder.moved) != self._structure:
             # Where whole steps are repeated, an odd one in between is not worth a capture of its pieces.
-            with call_by_call(recorder) if self._graphs else nullcontext():
+            with call_by_call(recorder) if self._graphs or now is not None else nullcontext():
                 result = work()
             # As it is afterwards: pieces may have found new places, and blocks that were on their way have arrived.
             afterwards = structure(), recorder.moved
