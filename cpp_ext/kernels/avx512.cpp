@@ -28,17 +28,22 @@ namespace {
 constexpr int kLanes = 16;               // floats of a register, and rows of a strip
 constexpr int kMaxHeads = 8;             // heads of one pass over a strip
 constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
+constexpr std::int64_t kMaxSplit = 4096;  // floats of a group's queries that scan_bf16 has room for: 16 KiB
 constexpr __mmask16 kAll = 0xffff;
 
 #include "stores512.h"
 
+// Keys: `load` gives up to 16 channels in order; of those that are kSplit, `line` gives 64 whole bytes, even channels and
+// odd ones.
 struct Float32 {
   using Element = float;
+  static constexpr bool kSplit = false;
   static __m512 load(__mmask16 mask, const float* p) { return _mm512_maskz_loadu_ps(mask, p); }
 };
 
 struct Float16 {
   using Element = std::uint16_t;
+  static constexpr bool kSplit = false;
   static __m512 load(__mmask16 mask, const std::uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
   }
@@ -46,6 +51,7 @@ struct Float16 {
 
 struct BFloat16 {
   using Element = std::uint16_t;
+  static constexpr bool kSplit = false;
   // bf16 is the upper half of an fp32: one permutation, where widening and shifting are two instructions. (vdpbf16ps
   // would round the query to bf16 as well, and is slower.)
   static __m512 load(__mmask16 mask, const std::uint16_t* p) {
@@ -55,8 +61,21 @@ struct BFloat16 {
   }
 };
 
+// The even channels of a line are a shift away, the odd ones a mask, and neither takes the port of permutations. For
+// queries in that order.
+struct BFloat16Split : BFloat16 {
+  static constexpr bool kSplit = true;
+  static void line(const std::uint16_t* p, __m512& even, __m512& odd) {
+    __m512i keys = _mm512_loadu_si512(p);
+    asm("" : "+v"(keys));  // one load, not one for each
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(keys, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(keys, _mm512_set1_epi32(-65536)));
+  }
+};
+
 struct Int8 {
   using Element = std::int8_t;
+  static constexpr bool kSplit = false;
   static __m512 load(__mmask16 mask, const std::int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p)));
   }
@@ -80,13 +99,42 @@ inline __m512 sums_of(const __m512 (&v)[kLanes]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 
-// Lane i of the result is x[i % R].
+// Quarter i of v[j] goes to quarter j of v[i].
+inline void transpose_quarters(__m512* v) {
+  const __m512 low01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44), high01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+  const __m512 low23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44), high23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+  v[0] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+  v[1] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+  v[2] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+  v[3] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+}
+
+// From 16 / R tiles, lane R * head + row, to a register of 16 rows a head: tile t has rows R * t and on.
 template <int R>
-inline __m512 repeated(const float* x) {
-  if constexpr (R == 16) return _mm512_loadu_ps(x);
-  if constexpr (R == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(x));
-  if constexpr (R == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(x));
-  return _mm512_castpd_ps(_mm512_set1_pd(_mm_cvtsd_f64(_mm_castps_pd(_mm_loadu_ps(x)))));
+inline void heads_of_tiles(const __m512* tile, __m512* head) {
+  if constexpr (R == 16) head[0] = tile[0];
+  if constexpr (R == 8) {
+    head[0] = _mm512_shuffle_f32x4(tile[0], tile[1], 0x44);
+    head[1] = _mm512_shuffle_f32x4(tile[0], tile[1], 0xee);
+  }
+  if constexpr (R == 4) {
+    for (int i = 0; i < 4; ++i) head[i] = tile[i];
+    transpose_quarters(head);
+  }
+  if constexpr (R == 2) {
+    __m512 odd[4];
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(tile[2 * i]), b = _mm512_castps_pd(tile[2 * i + 1]);
+      head[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      odd[i] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+    transpose_quarters(head);
+    transpose_quarters(odd);
+    for (int i = 3; i >= 0; --i) {
+      head[2 * i] = head[i];
+      head[2 * i + 1] = odd[i];
+    }
+  }
 }
 
 // Listed rows between a load and the prefetch beside it.
@@ -95,93 +143,127 @@ inline std::int64_t rows_of_ahead(std::int64_t head_dim) {
   return kListedAhead / (head_dim * static_cast<std::int64_t>(sizeof(typename Key::Element))) + 1;
 }
 
+// Adds to sum[g * W + r] the products of W rows with the G heads from `query` on, channel by channel.
+template <class Key, int G, int W, bool Listed>
+inline __attribute__((always_inline)) void multiply(const float* query, std::int64_t d,
+                                                    const typename Key::Element* const* row,
+                                                    const typename Key::Element* const* next, Ahead ahead,
+                                                    __m512* sum) {
+  constexpr std::int64_t kLine = 64 / sizeof(typename Key::Element);
+  const auto fetch = [&](std::int64_t c) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int r = 0; r < W; ++r) {
+      if constexpr (Listed) {
+        _mm_prefetch(next[r] + c, _MM_HINT_T0);
+      } else {
+        prefetch(row[r] + c, ahead);
+      }
+    }
+  };
+  const auto add = [&](const __m512 (&key)[W], std::int64_t c, __mmask16 mask) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
+      asm("" : "+v"(q));  // queries, too, are rarely aligned, and then a load costs two
+#pragma GCC unroll 8
+      for (int r = 0; r < W; ++r) sum[g * W + r] = _mm512_fmadd_ps(q, key[r], sum[g * W + r]);
+    }
+  };
+  const auto step = [&](std::int64_t c, __mmask16 mask) __attribute__((always_inline)) {
+    __m512 key[W];
+#pragma GCC unroll 8
+    for (int r = 0; r < W; ++r) {
+      key[r] = Key::load(mask, row[r] + c);
+      if constexpr (G > 1) asm("" : "+v"(key[r]));  // one load, not one in each FMA
+    }
+    add(key, c, mask);
+  };
+  std::int64_t c = 0;
+#pragma GCC unroll 1
+  for (; c + kLine <= d; c += kLine) {
+    fetch(c);
+    if constexpr (Key::kSplit) {
+      __m512 even[W], odd[W];
+#pragma GCC unroll 8
+      for (int r = 0; r < W; ++r) Key::line(row[r] + c, even[r], odd[r]);
+      add(even, c, kAll);
+      add(odd, c + kLanes, kAll);
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kLine; i += kLanes) step(c + i, kAll);
+    }
+  }
+  if (c < d) {
+    fetch(c);
+#pragma GCC unroll 1
+    for (; c + kLanes <= d; c += kLanes) step(c, kAll);
+    if (c < d) step(c, kAll >> 8);  // head_dim is a multiple of 8: half a register is left
+  }
+}
+
 // The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
-// those that are prefetched meanwhile, where they are not listed.
+// those that are prefetched meanwhile, where they are not listed. `query`: of all heads, in the order that Key wants.
 template <class Key, int G, bool Listed>
-void strip(const ScanBlock& block, std::int64_t head, std::int64_t first, std::int64_t rows, Ahead ahead) {
+void strip(const ScanBlock& block, const float* query, std::int64_t head, std::int64_t first, std::int64_t rows,
+           Ahead ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
-  constexpr int kWalk = R < 8 ? R : 8;
+  constexpr int W = R < 8 ? R : 8;
   using Element = typename Key::Element;
-  constexpr std::int64_t kLine = 64 / sizeof(Element);
-  const std::int64_t d = block.head_dim;
-  const float* query = block.query + head * d;
+  const std::int64_t d = block.head_dim, stride = block.key_stride;
   const auto* keys = static_cast<const Element*>(block.keys);
   const std::int64_t listed_ahead = rows_of_ahead<Key>(d);
-  for (std::int64_t j = 0; j < rows; j += R) {
-    const int n = rows - j < R ? static_cast<int>(rows - j) : R;
-    const Element* row[R];  // past the end, the last row again: read twice, never stored
-    const Element* next[Listed ? R : 1];
-    for (int r = 0; r < R; ++r) {
-      const std::int64_t at = first + j + (r < n ? r : n - 1);
-      row[r] = keys + (Listed ? std::int64_t{block.list[at]} : at) * block.key_stride;
-      if constexpr (Listed) {
-        const std::int64_t later = at + listed_ahead < block.rows ? at + listed_ahead : block.rows - 1;
-        next[r] = keys + block.list[later] * block.key_stride;
-      }
-    }
-
-    __m512 acc[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) acc[i] = _mm512_setzero_ps();
-
-    // Rows from `from` on, `kWalk` at a time: measured 10 to 20 % faster from DRAM than 16 at once. (Probably because
-    // 16 prefetches in a row hold all of L1's fill buffers, and loads of what is in L2 already wait with them.)
-    const auto step = [&](int from, std::int64_t c, __mmask16 mask) __attribute__((always_inline)) {
-      __m512 key[R];
-#pragma GCC unroll 16
-      for (int r = from; r < from + kWalk; ++r) {
-        if (c % kLine != 0) {
-          // This line is asked for already.
-        } else if constexpr (Listed) {
-          _mm_prefetch(next[r] + c, _MM_HINT_T0);
-        } else {
-          prefetch(row[r] + c, ahead);
-        }
-        key[r] = Key::load(mask, row[r] + c);
-        if constexpr (G > 1) asm("" : "+v"(key[r]));  // one load, not one in each FMA
-      }
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) {
-        __m512 q = _mm512_maskz_loadu_ps(mask, query + g * d + c);
-        if constexpr (R > 1) asm("" : "+v"(q));  // queries, too, are rarely aligned, and then a load costs two
-#pragma GCC unroll 16
-        for (int r = from; r < from + kWalk; ++r) acc[g * R + r] = _mm512_fmadd_ps(q, key[r], acc[g * R + r]);
-      }
-    };
-#pragma GCC unroll 2
-    for (int from = 0; from < R; from += kWalk) {
-      std::int64_t c = 0;
-      for (; c + kLanes <= d; c += kLanes) step(from, c, kAll);
-      if (c < d) step(from, c, kAll >> 8);  // head_dim is a multiple of 8: half a register is left
-    }
-
-    __m512 logits = sums_of(acc);
-    if constexpr (kScaled) {
-      float steps[kLanes] = {};
-      for (int r = 0; r < n; ++r) {
-        const std::int64_t at = first + j + r;
-        steps[r] = block.row_scales[Listed ? std::int64_t{block.list[at]} : at];
-      }
-      const __m512 shifts = _mm512_maskz_loadu_ps((1 << G) - 1, block.shifts + head);
-      const __m512i heads = _mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                              R == 16 ? 4 : R == 8 ? 3 : R == 4 ? 2 : 1);  // lane i's: i / R
-      logits = _mm512_fmadd_ps(logits, repeated<R>(steps), _mm512_permutexvar_ps(heads, shifts));
-    }
-    logits = _mm512_mul_ps(logits, _mm512_set1_ps(block.scale));
-    if (R == kLanes && n == R) {
-      store_line(block.out + head * block.out_stride + first + j, logits);
+  __m512 tiles[kLanes / R];
+#pragma GCC unroll 1
+  for (int j = 0; j < kLanes; j += R) {
+    if (j >= rows) {
+      tiles[j / R] = _mm512_setzero_ps();
       continue;
     }
-    float sums[kLanes];
-    _mm512_storeu_ps(sums, logits);
-    for (int g = 0; g < G; ++g) {
-      float* to = block.out + (head + g) * block.out_stride + first + j;
-      if (n == R) {
-        std::memcpy(to, sums + g * R, sizeof(float) * R);  // one or two moves; with n it would be a call
-      } else {
-        for (int r = 0; r < n; ++r) to[r] = sums[g * R + r];
+    const Element* row[R];  // past the end, the last row again: read twice, never stored
+    const Element* next[R];
+    for (int r = 0; r < R; ++r) {
+      const std::int64_t at = first + (j + r < rows ? j + r : rows - 1);
+      row[r] = keys + (Listed ? std::int64_t{block.list[at]} : at) * stride;
+      if constexpr (Listed) {
+        const std::int64_t later = at + listed_ahead < block.rows ? at + listed_ahead : block.rows - 1;
+        next[r] = keys + block.list[later] * stride;
       }
+    }
+    __m512 sum[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sum[i] = _mm512_setzero_ps();
+    // 8 rows at a time, at most: measured 10 to 20 % faster from DRAM than 16 at once. (Probably because 16 prefetches
+    // in a row hold all of L1's fill buffers, and loads of what is in L2 already wait with them.)
+    multiply<Key, G, W, Listed>(query + head * d, d, row, next, ahead, sum);
+    if constexpr (W < R) multiply<Key, G, W, Listed>(query + head * d, d, row + W, next + W, ahead, sum + W);
+    tiles[j / R] = sums_of(sum);
+  }
+
+  __m512 logits[R == 2 ? 8 : R == 4 ? 4 : 16 / R];
+  heads_of_tiles<R>(tiles, logits);
+  const auto lanes = static_cast<__mmask16>((1u << rows) - 1);
+  __m512 row_scales{};
+  if constexpr (kScaled) {
+    if constexpr (Listed) {
+      const __m512i at = _mm512_maskz_loadu_epi32(lanes, block.list + first);
+      row_scales = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), lanes, at, block.row_scales, sizeof(float));
+    } else {
+      row_scales = _mm512_maskz_loadu_ps(lanes, block.row_scales + first);
+    }
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+    if constexpr (kScaled) logits[g] = _mm512_fmadd_ps(logits[g], row_scales, _mm512_set1_ps(block.shifts[head + g]));
+    logits[g] = _mm512_mul_ps(logits[g], _mm512_set1_ps(block.scale));
+  }
+  float* out = block.out + head * block.out_stride + first;
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g, out += block.out_stride) {
+    if (rows == kLanes) {
+      store_line(out, logits[g]);
+    } else {
+      _mm512_mask_storeu_ps(out, lanes, logits[g]);
     }
   }
 }
@@ -205,8 +287,8 @@ void fetch_first(const ScanBlock& block, std::int64_t rows) {
 }
 
 template <class Key, bool Listed>
-void scan_rows(const ScanBlock& block) {
-  using Strip = void (*)(const ScanBlock&, std::int64_t, std::int64_t, std::int64_t, Ahead);
+void scan_rows(const ScanBlock& block, const float* query) {
+  using Strip = void (*)(const ScanBlock&, const float*, std::int64_t, std::int64_t, std::int64_t, Ahead);
   static constexpr Strip kStrips[kMaxHeads + 1] = {
       nullptr,
       strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
@@ -221,14 +303,36 @@ void scan_rows(const ScanBlock& block) {
     if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kLanes, kLanes);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
-      kStrips[n](block, g, j, rows, ahead);
+      kStrips[n](block, query, g, j, rows, ahead);
     }
   }
 }
 
 template <class Key>
 void scan(const ScanBlock& block) {
-  block.list ? scan_rows<Key, true>(block) : scan_rows<Key, false>(block);
+  block.list ? scan_rows<Key, true>(block, block.query) : scan_rows<Key, false>(block, block.query);
+  finish_stores();
+}
+
+// The query, if there is room for it, in the order of split keys.
+void scan_bf16(const ScanBlock& block) {
+  alignas(64) float query[kMaxSplit];
+  const std::int64_t d = block.head_dim;
+  if (block.group * d > kMaxSplit) return scan<BFloat16>(block);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i even = _mm512_slli_epi32(lane, 1), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  for (std::int64_t g = 0; g < block.group; ++g) {
+    const float* from = block.query + g * d;
+    float* to = query + g * d;
+    std::int64_t c = 0;
+    for (; c + 2 * kLanes <= d; c += 2 * kLanes) {
+      const __m512 a = _mm512_loadu_ps(from + c), b = _mm512_loadu_ps(from + c + kLanes);
+      _mm512_storeu_ps(to + c, _mm512_permutex2var_ps(a, even, b));
+      _mm512_storeu_ps(to + c + kLanes, _mm512_permutex2var_ps(a, odd, b));
+    }
+    for (; c < d; ++c) to[c] = from[c];
+  }
+  block.list ? scan_rows<BFloat16Split, true>(block, query) : scan_rows<BFloat16Split, false>(block, query);
   finish_stores();
 }
 
@@ -430,7 +534,7 @@ inline __m512i dot(__m512i sums, __m512i codes, __m512i weights) {
 
 #include "sketch512.h"
 
-constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>,  scan<BFloat16>,
+constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>,  scan_bf16,
                                      scan<Int8>,    scan_sketch<4>, scan_sketch<2>};
 constexpr WeighFn kWeigh[kValueTypes] = {weigh<Float32>, weigh<Float16>, weigh<BFloat16>};
 
