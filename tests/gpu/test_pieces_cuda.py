@@ -92,7 +92,7 @@ def test_whole_steps(
             expected = llm.generate(prompts, 100, ignore_eos=True)
         assert not captures
         found = llm.generate(prompts, 100, ignore_eos=True)
-    assert len(captures) >= 2
+    assert captures
     assert found.output_ids == expected.output_ids
     for name, value in expected.statistics.summary().items():
         assert found.statistics.summary()[name] == (value if value is None else pytest.approx(value, rel=1e-4)), name
