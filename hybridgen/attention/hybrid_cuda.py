@@ -29,6 +29,7 @@ class CudaHybridAttention(HybridAttention):
         sizes = (limits.widest, limits.mass, limits.extra_thousandths, *limits.scored)
         inputs: tuple[object, ...] = (query, limits.on(query.device), *sizes)
         inputs += (*scores.inputs(),) if isinstance(scores, DeviceScan) else (scores,)
+        # It lasts: statistics and whoever counts bytes read it when the step is over.
         return self.pieces.run("choose", inputs, partial(super()._selected, query, scores, limits))
 
     def _select(
@@ -56,5 +57,5 @@ class CudaHybridAttention(HybridAttention):
             )
 
         inputs = (query, key, value, slots, chosen.counts, *(fetched or ()))
-        context, log_sum = self.pieces.run("attend", inputs, work)
+        context, log_sum = self.pieces.run("attend", inputs, work, lasts=False)
         return context, log_sum if want_log_sum else None

@@ -44,7 +44,7 @@ class OnCpuAttention(TieredAttention):
             return attend_device_rows(self._kernels, query, kv, None, scale)
 
         with self._telemetry.span("attention", self._layer):
-            window = self.pieces.run("attend", (query, key, value, place.slots), work)
+            window = self.pieces.run("attend", (query, key, value, place.slots), work, lasts=False)
         kv.grow()
         context = window[0]
         if host is not None:

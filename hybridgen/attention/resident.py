@@ -42,7 +42,8 @@ class ResidentAttention(LayerAttention):
                 context, _ = attend_resident(query, kv.keys, kv.values, place.index, splits, scale)
                 return context
 
-            return self.pieces.run("attend", (query, key, value, place.index, splits), work).flatten(1)
+            inputs = (query, key, value, place.index, splits)
+            return self.pieces.run("attend", inputs, work, lasts=False).flatten(1)
         kv.write(key, value, place.index)
         longest = max(place.lengths)
         # The heads of a group are queries of one KV head, so no KV row is copied or read twice.

@@ -84,6 +84,6 @@ class StreamedAttention(TieredAttention):
         if rows is not None:
             inputs += (rows.keys, rows.values, rows.counts, *rows.lengths)
         with self._telemetry.span("attention", self._layer):
-            context = self.pieces.run("attend", inputs, work)
+            context = self.pieces.run("attend", inputs, work, lasts=False)
         kv.grow()
         return self.pieces.hold("context", context.to(query.dtype).reshape(query.shape[0], -1))

@@ -105,12 +105,13 @@ class Runner:
         with span("qkv", layer):
             inputs = (state.x, *state.positions.tensors())
             project = partial(model.qkv, layer, weights, state.x, state.positions)
-            query, key, value = state.pieces.run(("qkv", layer), inputs, project)
+            query, key, value = state.pieces.run(("qkv", layer), inputs, project, lasts=False)
         context = attention.attend(query, key, value, state.place, plan.layers[layer])
         with span("mlp", layer):
             before = state.x
             finish = partial(model.finish, layer, weights, before, context)
-            state.x = state.pieces.run(("mlp", layer), (before, context), finish)
+            is_last = following == len(state.layers)
+            state.x = state.pieces.run(("mlp", layer), (before, context), finish, lasts=is_last)
             if state.changes is not None:
                 torch.sub(state.x, before, out=state.changes[layer])
         attention.age()
@@ -123,7 +124,7 @@ class Runner:
             guess = x if changes is None else x + changes[layer - 1]
             return self.model.query(layer, weights, guess, state.positions)
 
-        return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict)
+        return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict, lasts=False)
 
     @torch.inference_mode()
     def prefill(

@@ -8,6 +8,11 @@ may not wait, mark, count or look at a result.
 What a piece makes is copied to memory of its own, the same each time, so that the pieces after it have the same inputs
 again. And so all pieces of one stream can share the rest of what they allocate: they run one after the other, and what
 lies in there does not outlive the piece that made it.
+
+Where a whole step is captured, the pieces after it are part of the same graph and find its result where it was made: a
+copy is needed only of what is read when the step is over. The rule: a result lasts unless the caller says that nobody
+but the same step reads it. What does not last dies with its last reference, as tensors within a piece do, and the graph
+uses its memory again; another stream that reads it has to be known by then (`TransferEngine.hand_over`).
 """
 
 from __future__ import annotations
@@ -27,12 +32,15 @@ Result = TypeVar("Result")
 class Pieces:
     """Pieces where nothing is gained by a graph: they are simply called."""
 
-    def run(self, name: Hashable, inputs: Sequence[Any], work: Callable[[], Result]) -> Result:
-        """work(), which depends on nothing but `inputs`: tensors, and values that can be compared."""
+    def run(self, name: Hashable, inputs: Sequence[Any], work: Callable[[], Result], lasts: bool = True) -> Result:
+        """work(), which depends on nothing but `inputs`: tensors, and values that can be compared.
+
+        lasts: False where nobody but the step itself reads the result, on the device.
+        """
         return work()
 
     def hold(self, name: Hashable, tensor: Tensor) -> Tensor:
-        """The same numbers, where they lie in the same place each time: what a piece can be given."""
+        """The same numbers, where they lie in the same place each time: what a piece of this step can be given."""
         return tensor
 
 
@@ -55,7 +63,11 @@ class Recorder(Protocol):
         ...
 
     def reads(self, inputs: Sequence[Any]) -> None:
-        """What is captured reads these, which live as long as the graph."""
+        """What is captured reads these, which live as long as the graph; but for those that it makes itself."""
+        ...
+
+    def makes(self, result: Any) -> None:
+        """What is captured makes this (tensors, in tuples and dataclasses), and nobody reads it afterwards."""
         ...
 
 
@@ -77,12 +89,16 @@ class GraphPieces(Pieces):
         self._pieces: dict[Hashable, _Piece] = {}
         self._held: dict[Hashable, Tensor] = {}
 
-    def run(self, name: Hashable, inputs: Sequence[Any], work: Callable[[], Result]) -> Result:
+    def run(self, name: Hashable, inputs: Sequence[Any], work: Callable[[], Result], lasts: bool = True) -> Result:
         piece = self._pieces.get(name)
         if piece is None:
             piece = self._pieces[name] = _Piece()
         if self._recorder.capturing:
             self._recorder.reads(inputs)
+            if not lasts:
+                passing = work()
+                self._recorder.makes(passing)
+                return passing
             piece.result = self._kept(piece.result, work())
             return cast(Result, piece.result)
         if piece.graph is not None and self._recorder.enabled and _are_the_same(inputs, piece.inputs):
@@ -106,6 +122,8 @@ class GraphPieces(Pieces):
         return made
 
     def hold(self, name: Hashable, tensor: Tensor) -> Tensor:
+        if self._recorder.capturing:
+            return tensor
         held: Tensor = self._kept(self._held.get(name), tensor)
         self._held[name] = held
         return held
@@ -144,6 +162,22 @@ def _are_the_same(inputs: Sequence[Any], before: Sequence[Any]) -> bool:
     return all(a is b or not (isinstance(a, Tensor) or a != b) for a, b in zip(inputs, before, strict=True))
 
 
+def _tensors_in(made: Any) -> Iterator[Tensor]:
+    """The tensors in a result: in tuples and dataclasses."""
+    if isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, tuple):
+        for part in made:
+            yield from _tensors_in(part)
+    elif is_dataclass(made) and not isinstance(made, type):
+        for field in fields(made):
+            yield from _tensors_in(getattr(made, field.name))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class RunningStream:
     """The stream that work is issued to. Asking torch takes 10 us, hundreds of times a step."""
 
@@ -162,7 +196,8 @@ class CudaRecorder:
         beside: the streams that work may go to.
         """
         self.enabled, self.capturing, self.moved = True, False, 0
-        self._read: list[Sequence[Any]] = []
+        self._read: list[Tensor] = []
+        self._made: set[int] = set()  # where the memory begins of what does not last
         self._device, self._running, self._beside = device, running, beside
         self._pool: Any = None
         self._first: Graph | None = None
@@ -186,7 +221,8 @@ class CudaRecorder:
         with torch.cuda.stream(stream), _no_collection():
             # relaxed: a kernel may have to be compiled and loaded.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            self._running.stream, self.capturing, self._read = stream, True, []
+            self._running.stream, self.capturing = stream, True
+            self._read, self._made = [], set()
             try:
                 work()
             except BaseException:
@@ -199,7 +235,11 @@ class CudaRecorder:
         return _Captured(graph, self._read)
 
     def reads(self, inputs: Sequence[Any]) -> None:
-        self._read.append(inputs)
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        self._read += [tensor for tensor in tensors if _memory(tensor) not in self._made]
+
+    def makes(self, result: Any) -> None:
+        self._made.update(_memory(tensor) for tensor in _tensors_in(result))
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
         """End a capture that broke off; the next one has other streams and another pool."""
@@ -225,7 +265,7 @@ class CudaRecorder:
 class _Captured:
     """A graph, and what it reads, which lives as long."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, read: list[Sequence[Any]]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
         self._graph, self._read = graph, read
 
     def replay(self) -> None:
@@ -245,23 +285,41 @@ def _no_collection() -> Iterator[None]:
 
 
 class RepeatRecorder:
-    """Tests: does again what was recorded, whatever is asked for by now.
+    """Tests: does again what was recorded, whatever is asked for by now; what does not last then holds NaN.
 
-    So an input that was not named shows in the result, as it would on a GPU.
+    So an input that was not named shows in the result, and a result that is read too late, as they would on a GPU.
     """
 
-    enabled, capturing, does_all, moved = True, False, True, 0
+    does_all = True
+
+    def __init__(self) -> None:
+        self.enabled, self.capturing, self.moved = True, False, 0
+        self._made: list[Tensor] = []
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        return _Repeat(work)
+        return _Repeat(self, work)
+
+    def repeat(self, work: Callable[[], object]) -> None:
+        self.capturing = True
+        try:
+            work()
+        finally:
+            self.capturing = False
+            for tensor in self._made:
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+            self._made.clear()
 
     def reads(self, inputs: Sequence[Any]) -> None:
         pass
 
+    def makes(self, result: Any) -> None:
+        self._made += _tensors_in(result)
+
 
 class _Repeat:
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
+    def __init__(self, recorder: RepeatRecorder, work: Callable[[], object]) -> None:
+        self._recorder, self._work = recorder, work
 
     def replay(self) -> None:
-        self._work()
+        self._recorder.repeat(self._work)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridgen.offload.pieces import Graph, GraphPieces, Pieces, RepeatRecorder
+from hybridgen.offload.pieces import CudaRecorder, Graph, GraphPieces, Pieces, RepeatRecorder, RunningStream
 from hybridgen.types import TokenSelection
 
 
 class Counting(RepeatRecorder):
     def __init__(self) -> None:
+        super().__init__()
         self.captures = 0
 
     def capture(self, work: Callable[[], object]) -> Graph:
@@ -122,6 +123,45 @@ def test_what_is_held_stays_in_its_place(pieces: GraphPieces) -> None:
     assert pieces.hold("x", torch.arange(3) + 5) is first and first.tolist() == [5, 6, 7]
     assert pieces.hold("y", torch.arange(3)) is not first
     assert pieces.hold("x", torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_what_does_not_last_is_not_copied_within_a_larger_capture(pieces: GraphPieces, recorder: Counting) -> None:
+    """It holds NaN when the whole is over; what lasts and what is held lie where they lay."""
+    x = torch.ones(3)
+
+    def work() -> tuple[Tensor, Tensor, Tensor]:
+        first = pieces.run("first", (x,), lambda: x + 1, lasts=False)
+        pair = pieces.run("pair", (first,), lambda: (first * 2, torch.tensor([5])), lasts=False)
+        return first, pair[0], pieces.run("last", pair, lambda: pair[0] + pair[1])
+
+    before, moved = work(), recorder.moved
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    whole = recorder.capture(lambda: found.append(work()))
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        whole.replay()
+        first, twice, last = found[-1]
+        assert last is before[2] and last.tolist() == [2 * (value + 1) + 5] * 3
+        assert first.isnan().all() and twice.isnan().all()
+    assert before[0].tolist() == [2.0] * 3, "the place of a piece that is called or replayed alone"
+    assert recorder.moved == moved and recorder.captures == 1
+    assert [result.tolist() for result in work()] == [[4.0] * 3, [8.0] * 3, [13.0] * 3]
+
+
+def test_nothing_is_held_within_a_larger_capture(pieces: GraphPieces, recorder: Counting) -> None:
+    held, made = pieces.hold("x", torch.zeros(2)), torch.ones(2)
+    found: list[Tensor] = []
+    recorder.capture(lambda: found.append(pieces.hold("x", made))).replay()
+    assert found[0] is made and held.tolist() == [0.0, 0.0]
+
+
+def test_a_graph_keeps_alive_what_it_has_not_made() -> None:
+    recorder = CudaRecorder(torch.device("cpu"), RunningStream(None), ())  # type: ignore[arg-type]
+    weights, made = torch.ones(2), torch.ones(2, 3)
+    recorder.reads((weights, 7))
+    recorder.makes((made, None))
+    recorder.reads((made[:, 1], weights))
+    assert [tensor is weights for tensor in recorder._read] == [True, True]
 
 
 def test_without_graphs_pieces_are_calls() -> None:

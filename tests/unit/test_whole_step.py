@@ -49,6 +49,9 @@ class DeviceOnly:
     def reads(self, inputs: Sequence[object]) -> None:
         pass
 
+    def makes(self, result: object) -> None:
+        pass
+
     def issue(self, part: Callable[[], object]) -> None:
         if self.capturing:
             self.device_part.append(part)
@@ -130,6 +133,22 @@ def test_not_if_a_piece_has_moved() -> None:
             pieces.run("new", (), lambda: torch.zeros(2))
         assert float(engine.run("same")) == number
     assert (engine.recorder.captures, engine.recorder.replays) == (2, 9 + 3)
+
+
+def test_a_capture_moves_only_what_lasts() -> None:
+    """A piece that is new in a capture has no place yet; were it given one, the graph would be out of date."""
+    engine = Engine()
+    pieces, work = GraphPieces(engine.recorder), engine.work
+
+    def with_a_piece() -> Tensor:
+        if engine.recorder.capturing:
+            pieces.run("new", (), lambda: torch.zeros(2), lasts=False)
+        return work()
+
+    engine.work = with_a_piece  # type: ignore[method-assign]
+    for number in range(1, 7):
+        assert float(engine.run("same")) == number
+    assert (engine.recorder.captures, engine.recorder.replays, engine.recorder.moved) == (1, 5, 0)
 
 
 def test_timed_and_untimed_steps_are_one_graph() -> None:
