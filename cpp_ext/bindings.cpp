@@ -101,11 +101,18 @@ std::int64_t submit(ScanWorker& worker, std::uintptr_t query, std::uintptr_t key
                     std::tuple<std::int64_t, std::int64_t, std::int64_t> key_strides,
                     std::tuple<std::int64_t, std::int64_t> out_strides, float scale, bool hold, std::uintptr_t rows,
                     std::int64_t rows_stride, std::uintptr_t key_scales,
-                    std::tuple<std::int64_t, std::int64_t> scale_strides, std::uintptr_t key_mean) {
+                    std::tuple<std::int64_t, std::int64_t> scale_strides, std::uintptr_t key_mean,
+                    std::uintptr_t maxima, std::int64_t maxima_stride) {
   ScanRequest request;
   request.query = reinterpret_cast<const float*>(query);
   request.keys = reinterpret_cast<const void*>(keys);
-  request.out = reinterpret_cast<float*>(out);
+  if (maxima) {
+    request.halves = reinterpret_cast<std::uint16_t*>(out);
+    request.maxima = reinterpret_cast<float*>(maxima);
+    request.maxima_stride = maxima_stride;
+  } else {
+    request.out = reinterpret_cast<float*>(out);
+  }
   request.key_type = key_type_of(key_type, "key_type", hybridgen::kKeyTypes);
   request.num_heads = num_heads;
   request.num_kv_heads = num_kv_heads;
@@ -349,6 +356,7 @@ and close() does nothing. It is closed when it is collected and at interpreter e
            py::arg("key_strides"), py::arg("out_strides"), py::arg("scale"), py::arg("hold") = false,
            py::arg("rows") = 0, py::arg("rows_stride") = 0, py::arg("key_scales") = 0,
            py::arg("scale_strides") = std::make_tuple(0, 0), py::arg("key_mean") = 0,
+           py::arg("maxima") = 0, py::arg("maxima_stride") = 0,
            R"(Queues a scan and returns its job id; does not block.
 
 query: address of fp32 [batch, num_heads, head_dim], contiguous; read while the job runs.
@@ -368,6 +376,8 @@ key_scales: for int8 and only then, address of fp32 [batch, num_kv_heads, tokens
 scale_strides: its (batch, head), in elements.
 key_mean: 0, or, for int8 and sketches, address of fp32 [batch, num_kv_heads, head_dim], contiguous: what was taken off
     the keys; its part is added to the logits.
+maxima: 0, or address of fp32 [batch, num_heads, maxima_stride], contiguous. Then out is of fp16, and the logit of token t
+    is out[b, h, t] + maxima[b, h, t // 256]: contracts.md, "Logits over the link".
 
 Jobs are scanned in the order in which they start. The memory must stay alive and unchanged until wait() has returned.
 ValueError: names the argument, its value and what is allowed. RuntimeError: closed.)")

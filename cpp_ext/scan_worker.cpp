@@ -114,7 +114,12 @@ void check(const ScanRequest& r) {
   };
   pointer("query", r.query, 4, true);
   pointer("keys", r.keys, element_bytes(r.key_type), longest > 0);  // an empty tensor's address is null
-  pointer("out", r.out, 4, longest > 0 && !r.values);
+  pointer("out", r.out, 4, longest > 0 && !r.values && !r.halves);
+  pointer("halves", r.halves, 2, false);
+  pointer("maxima", r.maxima, 4, r.halves != nullptr);
+  const std::int64_t maxima = (longest + kLinkTokens - 1) / kLinkTokens;
+  require(!r.halves || r.maxima_stride >= maxima, "maxima_stride", r.maxima_stride,
+          "at least one for each " + std::to_string(kLinkTokens) + " tokens, " + std::to_string(maxima));
   pointer("rows", r.rows, 4, false);
   const bool scaled = r.key_type == KeyType::Int8;
   const bool sketch = is_sketch(r.key_type);
@@ -278,7 +283,7 @@ void ScanWorker::release(Job& job) {
 // Chunks small enough that all threads end together, large enough that taking one costs nothing.
 void ScanWorker::cut(Job& job) const {
   const ScanRequest& r = job.request;
-  const std::int64_t step = is_sketch(r.key_type) ? kSketchTokens : kRowStep;
+  const std::int64_t step = r.halves ? kLinkTokens : is_sketch(r.key_type) ? kSketchTokens : kRowStep;
   const std::int64_t step_bytes = kv_bytes(r, step);
   std::int64_t bytes = 0;
   for (std::int64_t length : r.lengths) bytes += r.num_kv_heads * kv_bytes(r, length);
@@ -558,8 +563,45 @@ std::int64_t ScanWorker::scan_chunk(Job& job, std::int64_t number, std::int64_t 
     attend_chunk(job, number, chunk, block);
     return kv_bytes(r, chunk.rows);
   }
-  isa_.scan[static_cast<int>(r.key_type)](block);
+  if (r.halves) {
+    scan_for_link(job, chunk, block);
+  } else {
+    isa_.scan[static_cast<int>(r.key_type)](block);
+  }
   return bytes_of(r, block);
+}
+
+// So few tokens at a time that their logits stay in the nearest cache until they have been made smaller.
+void ScanWorker::scan_for_link(const Job& job, const Chunk& chunk, ScanBlock block) const {
+  const ScanRequest& r = job.request;
+  constexpr std::size_t kLine = 64;
+  thread_local std::vector<float> memory;
+  memory.resize(static_cast<std::size_t>(block.group * kLinkTokens) + kLine / sizeof(float));
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+  block.out = reinterpret_cast<float*>((begin + kLine - 1) / kLine * kLine);
+  block.out_stride = kLinkTokens;
+  const void* const after_chunk = block.next;
+  const std::int64_t first_head = chunk.head * block.group, last = chunk.token + chunk.rows;
+  for (std::int64_t token = chunk.token; token < last; token += kLinkTokens) {
+    block.rows = std::min(kLinkTokens, last - token);
+    const std::int64_t steps = is_sketch(r.key_type) ? block.rows / kSketchTokens : block.rows;
+    const auto* next = static_cast<const char*>(block.keys) + steps * block.key_stride * element_bytes(r.key_type);
+    block.next = block.list ? nullptr : token + kLinkTokens < last ? next : after_chunk;
+    isa_.scan[static_cast<int>(r.key_type)](block);
+    for (std::int64_t g = 0; g < block.group; ++g) {
+      const std::int64_t head = first_head + g;
+      std::uint16_t* out = r.halves + chunk.sequence * r.out_batch_stride + head * r.out_head_stride + token;
+      float* top = r.maxima + (chunk.sequence * r.num_heads + head) * r.maxima_stride + token / kLinkTokens;
+      *top = isa_.shrink(block.out + g * kLinkTokens, block.rows, out);
+    }
+    if (block.list) {
+      block.list += block.rows;
+    } else {
+      block.keys = next;
+      if (block.row_scales) block.row_scales += block.rows;
+    }
+  }
+  isa_.finish_shrinking();
 }
 
 void ScanWorker::attend_chunk(Job& job, std::int64_t number, const Chunk& chunk, ScanBlock keys) const {

@@ -36,6 +36,8 @@ namespace hybridgen {
 //   rows   [batch, num_kv_heads, rows_stride]     contiguous, or null; read when the job runs. With it, only the rows
 //          rows[b, h, :lengths[b]] of the keys are scanned, in this order
 //   out    [batch, num_heads, tokens]             fp32, token stride 1; only out[b, :, :lengths[b]] is written
+//   halves, maxima    in place of out, for the link to a GPU: a logit of token t is halves[b, h, t] (fp16, strides those
+//          of out) + maxima[b, h, t / kLinkTokens] (fp32, [batch, num_heads, maxima_stride], contiguous)
 // With values the job is attention over all these tokens in place of their logits; then neither `rows` nor `out`:
 //   values [batch, num_kv_heads, tokens, head_dim] of value_type, channel stride 1
 //   context [batch, num_heads, head_dim]          fp32, contiguous; 0 where there is no token
@@ -44,6 +46,9 @@ struct ScanRequest {
   const float* query = nullptr;
   const void* keys = nullptr;
   float* out = nullptr;
+  std::uint16_t* halves = nullptr;
+  float* maxima = nullptr;
+  std::int64_t maxima_stride = 0;
   KeyType key_type = KeyType::Float32;
   std::int64_t num_heads = 0;
   std::int64_t num_kv_heads = 0;
@@ -134,6 +139,7 @@ class ScanWorker {
   static WeighBlock values_of(const Job& job, const Chunk& chunk);
   // Returns the bytes that it read. next: the chunk that this thread scans after it; job.chunks if it has none yet.
   std::int64_t scan_chunk(Job& job, std::int64_t chunk, std::int64_t next) const;
+  void scan_for_link(const Job& job, const Chunk& chunk, ScanBlock block) const;
   void attend_chunk(Job& job, std::int64_t number, const Chunk& chunk, ScanBlock keys) const;
   void thread_loop();
   void start_from_call(Job& job);

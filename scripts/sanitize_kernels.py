@@ -42,6 +42,7 @@ from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
 from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits
 from hybridgen.selection.choose_kernel import choose_rows
+from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 from hybridgen.types import KeepRule, TokenSelection
 
 MASS_TOLERANCE = 1e-5  # of a float32 sum over thousands of rows
@@ -79,7 +80,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
-    checks += (check_wide_choice, check_sketch_scores, check_fetches, check_decoding_fetches)
+    checks += (check_wide_choice, check_choices_in_half, check_sketch_scores, check_fetches, check_decoding_fetches)
     checks += (check_attention, check_resident_attention, check_norms, check_products)
     for check in checks:
         check(device, generator)
@@ -202,6 +203,26 @@ def check_wide_choice(device: torch.device, generator: torch.Generator) -> None:
     check_choice(chooser, host, KeepLimits([rows], [rows], [rows]))
     host = torch.randn(1, 1, 1, rows + 1, generator=generator, device=device)  # one more than fits
     check_choice(chooser, host, KeepLimits([rows + 1], [300], [300]))
+
+
+def check_choices_in_half(device: torch.device, generator: torch.Generator) -> None:
+    """Logits as they cross the link give what the float32 ones give that they stand for."""
+    for batch, heads, group, rows in ((2, 2, 1, 700), (1, 1, 3, 5000)):
+        scored = [rows - 61 * index for index in range(batch)]
+        shape = (batch, heads * group, -(-rows // LINK_TOKENS))
+        maxima = 5000 * torch.randn(shape, generator=generator, device=device)
+        values = -torch.rand(*shape[:2], rows, generator=generator, device=device).half() * 7
+        maxima[:, :, :] = maxima.round() / 1000
+        logits = HostLogits(values, maxima)
+        whole = logits.float()
+        for b, length in enumerate(scored):
+            values[b, :, length:] = math.nan
+            maxima[b, :, -(-length // LINK_TOKENS) :] = math.nan
+        chooser = Chooser(batch, heads, group, 70, device, generator)
+        limits = keep_limits(KeepRule(0.1, None, 8), scored, scored)
+        found, p = choose_rows(chooser.query, chooser.keys, chooser.empty, logits, limits, SCALE)
+        twin, twin_p = choose_rows(chooser.query, chooser.keys, chooser.empty, whole, limits, SCALE)
+        assert torch.equal(p, twin_p) and torch.equal(found.rows, twin.rows) and torch.equal(found.mass, twin.mass)
 
 
 def check_sketch_scores(device: torch.device, generator: torch.Generator) -> None:

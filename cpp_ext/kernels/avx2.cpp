@@ -466,6 +466,23 @@ float maximum(const float* x, std::int64_t n) {
   return max_of(most);
 }
 
+float shrink(const float* x, std::int64_t n, std::uint16_t* out) {
+  const float top = maximum(x, n);
+  const __m256 tops = _mm256_set1_ps(top), least = _mm256_set1_ps(-kLargestDrop);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const __m256 below = _mm256_max_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), tops), least);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(below, _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; i < n; ++i) {
+    const float below = x[i] - top;
+    out[i] = static_cast<std::uint16_t>(
+        _mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(below > -kLargestDrop ? below : -kLargestDrop),
+                                       _MM_FROUND_TO_NEAREST_INT), 0));
+  }
+  return top;
+}
+
 // 2^n for n from -149 to 254 takes two factors, each a normal number.
 inline __m256 power_of_two(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
@@ -539,7 +556,7 @@ const IsaKernels kAvx2 = {"avx2",       usable,
                           {kScan[0], kScan[1], kScan[2], kScan[3], kScan[4], kScan[5]},
                           {kWeigh[0], kWeigh[1], kWeigh[2]},
                           maximum,      exponentials,
-                          combine,      kScan[static_cast<int>(KeyType::Int8)]};
+                          combine,      shrink,       [] {},        kScan[static_cast<int>(KeyType::Int8)]};
 
 }  // namespace hybridgen
 

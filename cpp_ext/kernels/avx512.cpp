@@ -261,7 +261,7 @@ void strip(const ScanBlock& block, const float* query, std::int64_t head, std::i
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g, out += block.out_stride) {
     if (rows == kLanes) {
-      store_line(out, logits[g]);
+      store_line(out, logits[g], block.out_stride);
     } else {
       _mm512_mask_storeu_ps(out, lanes, logits[g]);
     }
@@ -532,6 +532,27 @@ inline __m512i dot(__m512i sums, __m512i codes, __m512i weights) {
   return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 
+float shrink(const float* x, std::int64_t n, std::uint16_t* out) {
+  const float top = maximum(x, n);
+  const __m512 tops = _mm512_set1_ps(top), least = _mm512_set1_ps(-kLargestDrop);
+  const auto below = [&](__m512 some) {
+    return _mm512_cvtps_ph(_mm512_max_ps(_mm512_sub_ps(some, tops), least), _MM_FROUND_TO_NEAREST_INT);
+  };
+  std::int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const __m256i low = below(_mm512_loadu_ps(x + i)), high = below(_mm512_loadu_ps(x + i + kLanes));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    store_line(reinterpret_cast<float*>(out + i), _mm512_castsi512_ps(both));
+  }
+  for (; i < n; i += kLanes) {
+    const __mmask16 lanes = lanes_of(n - i);
+    _mm256_mask_storeu_epi16(out + i, lanes, below(_mm512_maskz_loadu_ps(lanes, x + i)));
+  }
+  return top;
+}
+
+void finish() { finish_stores(); }
+
 #include "sketch512.h"
 
 constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>,  scan_bf16,
@@ -559,7 +580,7 @@ const IsaKernels kAvx512 = {"avx512",     usable,
                             {kScan[0], kScan[1], kScan[2], kScan[3], kScan[4], kScan[5]},
                             {kWeigh[0], kWeigh[1], kWeigh[2]},
                             maximum,      exponentials,
-                            combine,      kScan[static_cast<int>(KeyType::Int8)]};
+                            combine,      shrink,       finish,       kScan[static_cast<int>(KeyType::Int8)]};
 
 }  // namespace hybridgen
 

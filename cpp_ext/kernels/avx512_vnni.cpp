@@ -194,7 +194,7 @@ __attribute__((noinline)) void tile(const ScanBlock& block, const Rounded& round
     const __m512 logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, shift);
     float* out = block.out + (head + g) * block.out_stride + first;
     if (n == kRows) {
-      store_line(out, logits);
+      store_line(out, logits, block.out_stride);
     } else {
       _mm512_mask_storeu_ps(out, lanes, logits);
     }

@@ -226,6 +226,16 @@ void combine(const float* x, std::int64_t stride, const float* factors, std::int
   }
 }
 
+float shrink(const float* x, std::int64_t n, std::uint16_t* out) {
+  const float top = maximum(x, n);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float below = x[i] - top;
+    const auto half = static_cast<_Float16>(below > -kLargestDrop ? below : -kLargestDrop);
+    std::memcpy(out + i, &half, sizeof half);
+  }
+  return top;
+}
+
 bool usable() { return true; }
 
 }  // namespace
@@ -238,6 +248,8 @@ const IsaKernels kScalar = {"scalar",
                             maximum,
                             exponentials,
                             combine,
+                            shrink,
+                            [] {},
                             scan<Int8>};
 
 }  // namespace hybridgen

@@ -110,6 +110,9 @@ struct WeighBlock {
   const void* next = nullptr;  // as in ScanBlock
 };
 
+constexpr std::int64_t kLinkTokens = 256;  // that have one maximum
+constexpr float kLargestDrop = 60000.0f;   // below it; what fp16 holds
+
 using WeighFn = void (*)(const WeighBlock&);
 
 struct IsaKernels {
@@ -124,6 +127,10 @@ struct IsaKernels {
   // out[i] = sum_g factors[g] * x[g * stride + i], i < n
   void (*combine)(const float* x, std::int64_t stride, const float* factors, std::int64_t group, float* out,
                   std::int64_t n);
+  // For the link to a GPU: out[i] = fp16(max(x[i] - top, -kLargestDrop)), i < n, rounded to nearest; returns top, the
+  // largest x[i]. x is finite; n >= 1. What it has written is there after `finish_shrinking`.
+  float (*shrink)(const float* x, std::int64_t n, std::uint16_t* out);
+  void (*finish_shrinking)();
   // scan[Int8] with the query in float32 on every ISA, where logits do not only choose but weigh.
   ScanFn weighing_int8;
 };

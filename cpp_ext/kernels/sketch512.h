@@ -124,9 +124,8 @@ inline __attribute__((always_inline)) void part(const unsigned char* codes, std:
       const __m512 step = _mm512_set1_ps(scale * folded[g].step * size);
       const __m512 logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[g][t]), step, base);
       float* to = out + g * out_stride + 16 * (First + t);
-      // A stride of 64 is that of scan_sketch's own buffer, which is read at once (or of a single block's logits).
-      if (kStreamed<Bits, G> && out_stride != kSketchTokens) {
-        store_line(to, logits);
+      if (kStreamed<Bits, G>) {
+        store_line(to, logits, out_stride);
       } else {
         _mm512_storeu_ps(to, logits);
       }

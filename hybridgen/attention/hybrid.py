@@ -41,9 +41,10 @@ from hybridgen.selection.budget import (
     nothing_to_choose,
 )
 from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_sizes, trial_mass
+from hybridgen.selection.host_logits import HostLogits
 from hybridgen.types import LayerPlan, TokenSelection
 
-Scores = Tensor | DeviceScan | None  # logits, or a scan that will run in the stream of whoever asks for them
+Scores = HostLogits | DeviceScan | None  # logits, or a scan that will run in the stream of whoever asks for them
 
 
 class HybridAttention(TieredAttention):
@@ -173,7 +174,7 @@ class HybridAttention(TieredAttention):
         if scores is None:
             assert candidates is not None
             return keep_all(candidates.rows.to(torch.int64), limits.scored, self.host_lengths)
-        logits = scores.logits() if isinstance(scores, DeviceScan) else scores
+        logits = HostLogits(scores.device_logits()) if isinstance(scores, DeviceScan) else scores
         chosen, p = self._select(query, logits, limits, want_p=candidates is not None)
         if candidates is not None:
             assert self._plan is not None and p is not None
@@ -198,13 +199,13 @@ class HybridAttention(TieredAttention):
         return self._attend(query, self.selection, want_log_sum)
 
     def _select(
-        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+        self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         """Choose from host_logits [B, Hq, n] and, by the same query [B, Hq, d], sinks and window.
 
         Rows are places among the n; p, where wanted, is float32 [B, Hkv, n].
         """
-        host = group_by_kv_head(host_logits, self._spec.num_kv_heads)
+        host = group_by_kv_head(host_logits.float(), self._spec.num_kv_heads)
         host_p, local_p = group_probabilities(self._local_scores(query), host, limits.scored)
         return choose(limits, host_p, local_p), host_p
 
@@ -253,7 +254,7 @@ class HybridAttention(TieredAttention):
     def _probe(self, query: Tensor, attended: Tensor) -> None:
         """Compare what was attended, log-sum-exp [B, Hq], with all there is, by the true query."""
         scan = self._scan_host(query, self._kv.host_keys.exact())
-        host = mask_beyond(group_by_kv_head(scan.logits(), self._spec.num_kv_heads), self.host_lengths)
+        host = mask_beyond(group_by_kv_head(scan.logits().float(), self._spec.num_kv_heads), self.host_lengths)
         total = torch.logsumexp(torch.cat((self._local_scores(query), host), dim=-1), dim=-1)
         scan.release(self._transfer.mark())
         covered = torch.exp(attended.view(total.shape) - total)

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.native import attend_rows, choose_rows
 from hybridgen.selection.budget import KeepLimits
+from hybridgen.selection.host_logits import HostLogits
 from hybridgen.types import TokenSelection
 
 
@@ -20,12 +21,12 @@ class CpuHybridAttention(HybridAttention):
     """`HybridAttention` with the kernels of `hybridgen._C`."""
 
     def _select(
-        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+        self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         kv, p = self._kv, None
         if want_p:
-            p = torch.empty(query.shape[0], self._spec.num_kv_heads, host_logits.shape[2])
-        return choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale, p), p
+            p = torch.empty(query.shape[0], self._spec.num_kv_heads, host_logits.values.shape[2])
+        return choose_rows(query, kv.keys, kv.empty, host_logits.float(), limits, self._spec.scale, p), p
 
     def _bring(self, chosen: TokenSelection) -> None:
         keys = self._kv.host_keys.in_place

@@ -14,6 +14,7 @@ from hybridgen.attention.hybrid import HybridAttention, Scores
 from hybridgen.kv_cache.host_keys import DeviceScan
 from hybridgen.selection.budget import KeepLimits
 from hybridgen.selection.choose_kernel import choose_rows
+from hybridgen.selection.host_logits import HostLogits
 from hybridgen.types import TokenSelection
 
 
@@ -28,12 +29,15 @@ class CudaHybridAttention(HybridAttention):
         # What depends on the step is put on the device here: in a piece it would be what the capture saw.
         sizes = (limits.widest, limits.mass, limits.extra_thousandths, *limits.scored)
         inputs: tuple[object, ...] = (query, limits.on(query.device), *sizes)
-        inputs += (*scores.inputs(),) if isinstance(scores, DeviceScan) else (scores,)
+        if isinstance(scores, DeviceScan):
+            inputs += scores.inputs()
+        elif scores is not None:
+            inputs += (scores.values, scores.maxima)
         # It lasts: statistics and whoever counts bytes read it when the step is over.
         return self.pieces.run("choose", inputs, partial(super()._selected, query, scores, limits))
 
     def _select(
-        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+        self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         kv = self._kv
         chosen, p = choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale)

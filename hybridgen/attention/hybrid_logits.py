@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridgen.attention.base import group_by_kv_head, joint_attention
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.selection.budget import KeepLimits, mask_beyond
+from hybridgen.selection.host_logits import HostLogits
 from hybridgen.types import TokenSelection
 
 
@@ -25,10 +26,10 @@ class LogitsHybridAttention(HybridAttention):
     _dropped_log_sum: Tensor | None = None  # float32 [B, Hkv, G], log-sum-exp of the other host rows
 
     def _select(
-        self, query: Tensor, host_logits: Tensor, limits: KeepLimits, want_p: bool
+        self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         chosen, p = super()._select(query, host_logits, limits, want_p)
-        host = mask_beyond(group_by_kv_head(host_logits, self._spec.num_kv_heads), limits.scored)
+        host = mask_beyond(group_by_kv_head(host_logits.float(), self._spec.num_kv_heads), limits.scored)
         rows = chosen.rows.unsqueeze(2).expand(-1, -1, host.shape[2], -1)
         self._host_logits = host.gather(-1, rows).masked_fill_(chosen.padding, -torch.inf)
         self._dropped_log_sum = None

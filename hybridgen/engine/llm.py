@@ -43,7 +43,8 @@ class _Machine:
         self.telemetry = Telemetry()
         runtime = config.runtime
         self.transfer = make_transfer(runtime.transfer, choice.device, self.telemetry, runtime.cuda_graphs)
-        self.worker = LogitWorker(threads, cores, self.transfer, choice.device)
+        in_half = choice.device.type == "cuda" and choice.dtype != torch.float32
+        self.worker = LogitWorker(threads, cores, self.transfer, choice.device, in_half)
         if choice.device.type == "cuda":
             # cuDNN's attention builds a plan for every new length: 20 ms a call in decode.
             torch.backends.cuda.enable_cudnn_sdp(False)

@@ -28,6 +28,7 @@ from hybridgen.offload.host_memory import HostBuffer, HostSlab
 from hybridgen.offload.logit_worker import ScannedKeys, ScanTicket
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 from hybridgen.selection.budget import per_sequence
+from hybridgen.selection.host_logits import HostLogits
 
 Shape = tuple[int, int, int, int]
 
@@ -308,7 +309,11 @@ class DeviceScan(ScanTicket):
         """All that the logits depend on beside the query, on the device already."""
         return self._sketch, per_sequence(self._lengths, self._query.device), max(self._lengths)
 
-    def logits(self) -> Tensor:
+    def logits(self) -> HostLogits:
+        return HostLogits(self.device_logits())
+
+    def device_logits(self) -> Tensor:
+        """float32 [B, Hq, n]."""
         if self._query.is_cuda:
             from hybridgen.kv_cache.sketch_kernel import score_sketch  # Triton: only where there is a GPU
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
 from hybridgen.offload.transfer import LazyTransfer, Ticket, TransferEngine
+from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 
 try:
     from hybridgen import _C
@@ -55,13 +56,14 @@ class _Buffers:
     """What one scan in flight needs, in host memory that the device sees."""
 
     query: HostBuffer  # float32 [B, Hq, d]
-    logits: HostBuffer  # float32 [B, Hq, N]
+    logits: HostBuffer  # float32 [B, Hq, N], or float16 below `maxima`
+    maxima: HostBuffer | None  # float32 [B, Hq, N / 256]
     last_use: Ticket  # after which they may be written again
     place: tuple[int, ...]  # where they are kept when free: shape of the query, and whether the layer is odd
     number: int  # the lowest is used first
     words: tuple[HostBuffer, HostBuffer]  # int32 [1]: the device's start signal, and the scan's end
     turn: int = 0  # of the scan they serve: the value of both words
-    view: Tensor | None = None  # of the logits, as they were last asked for
+    view: HostLogits | None = None  # of the logits, as they were last asked for
 
 
 class ScanTicket:
@@ -71,8 +73,8 @@ class ScanTicket:
         self._worker, self._job, self._buffers = worker, job, buffers
         self._layer, self._length = layer, length
 
-    def logits(self) -> Tensor:
-        """float32 [B, Hq, longest host length], in host memory that the device reads: read it once.
+    def logits(self) -> HostLogits:
+        """Of [B, Hq, longest host length].
 
         For work that is issued to the running stream from now on: with signals it waits there for the scan's end,
         without them the host waits here. Valid until `release`.
@@ -124,8 +126,18 @@ class AttentionTicket:
 class LogitWorker:
     """Owns the scan threads and the buffers between them and the device."""
 
-    def __init__(self, threads: int, cores: list[int], transfer: TransferEngine, device: torch.device) -> None:
-        """threads: 0 means that whoever waits for a scan does it; cores: where to pin, [] for anywhere."""
+    def __init__(
+        self,
+        threads: int,
+        cores: list[int],
+        transfer: TransferEngine,
+        device: torch.device,
+        logits_in_half: bool = False,
+    ) -> None:
+        """threads: 0 means that whoever waits for a scan does it; cores: where to pin, [] for anywhere.
+
+        logits_in_half: they cross a link in float16, below the maxima of blocks.
+        """
         try:
             self._pool = _C.ScanWorker(threads, cores)
         except ValueError as error:  # HYBRIDGEN_CPU_ISA names none that this CPU has
@@ -134,6 +146,7 @@ class LogitWorker:
         self._telemetry = transfer.telemetry
         self._device = device
         self._lazy = isinstance(transfer, LazyTransfer)
+        self._in_half = logits_in_half
         self._free: dict[tuple[int, ...], list[_Buffers]] = {}
         self._numbers = itertools.count()
         # With signals, the device starts a scan and waits for it; the host only looks at what was measured, in the end.
@@ -203,6 +216,8 @@ class LogitWorker:
             out_strides=tuple(buffers.logits.tensor.stride()[:2]),
             scale=scale,
             hold=True,
+            maxima=0 if buffers.maxima is None else buffers.maxima.tensor.data_ptr(),
+            maxima_stride=0 if buffers.maxima is None else buffers.maxima.tensor.shape[2],
             rows=0 if rows is None else rows.tensor.data_ptr(),
             rows_stride=0 if rows is None else rows.tensor.shape[2],
             **arguments,
@@ -282,16 +297,17 @@ class LogitWorker:
         else:
             self._transfer.call_after(copied, *self._pool.start_call(job))
 
-    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> Tensor:
+    def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> HostLogits:
         if self._signals:
             with self._telemetry.span("scan_wait", layer, row="beside"):
                 self._transfer.await_signal(buffers.words[1], buffers.turn)
         else:
             self._finish(job, "scan", layer)
         logits = buffers.view
-        if logits is None or logits.shape[2] != length:
-            logits = buffers.view = buffers.logits.device_view[:, :, :length]
-        self._telemetry.count_bytes("h2d", logits.numel() * logits.element_size())
+        if logits is None or logits.values.shape[2] != length:
+            maxima = None if buffers.maxima is None else buffers.maxima.device_view
+            logits = buffers.view = HostLogits(buffers.logits.device_view[:, :, :length], maxima)
+        self._telemetry.count_bytes("h2d", logits.values.numel() * logits.values.element_size())
         return logits
 
     def _finish(self, job: int, stage: str, layer: int) -> None:
@@ -320,14 +336,18 @@ class LogitWorker:
                 return buffers
             buffers.last_use.wait_host()
         # None is free, or it is from a shorter request and makes way.
-        shapes = ((batch, heads, dim), (batch, heads, length))
+        length = -(-length // LINK_TOKENS) * LINK_TOKENS
+        dtype = torch.float16 if self._in_half else torch.float32
+        parts = [((batch, heads, dim), torch.float32), ((batch, heads, length), dtype)]
+        if self._in_half:
+            parts.append(((batch, heads, length // LINK_TOKENS), torch.float32))
         word_bytes = padded_bytes((1,), torch.int32)
-        slab = HostSlab(sum(padded_bytes(shape, torch.float32) for shape in shapes) + 2 * word_bytes, self._device)
-        query, logits = (slab.take(shape, torch.float32) for shape in shapes)
+        slab = HostSlab(sum(padded_bytes(*part) for part in parts) + 2 * word_bytes, self._device)
+        query, logits, *maxima = (slab.take(*part) for part in parts)
         words = slab.take((1,), torch.int32), slab.take((1,), torch.int32)  # each alone in its cache line
         for word in words:
             word.tensor.zero_()
-        return _Buffers(query, logits, Ticket(), place, next(self._numbers), words)
+        return _Buffers(query, logits, maxima[0] if maxima else None, Ticket(), place, next(self._numbers), words)
 
     def _settle(self) -> None:
         """Count what scans have read and how long they took; they are over, or nearly so."""

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridgen.selection.budget import KeepLimits
+from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
 from hybridgen.types import TokenSelection
 
@@ -32,26 +33,32 @@ ALL_BITS = 31  # of a non-negative float
 
 
 # Whatever number changes as the run goes on must not have a kernel compiled anew: none is specialised on.
-@triton.jit(do_not_specialize=["host_units", "local_rows", "host_splits", "splits", "kv_heads"])
+@triton.jit(do_not_specialize=["host_units", "maxima_stride", "local_rows", "host_splits", "splits", "kv_heads"])
 def _score(
-    query, keys, empty, host, limits, scratch,
-    scale, host_units, local_rows, host_splits, splits, kv_heads,
+    query, keys, empty, host, maxima, limits, scratch,
+    scale, host_units, maxima_stride, local_rows, host_splits, splits, kv_heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr, LOCAL_SPLIT: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, HALF: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUP
     sequence = kv_head // kv_heads
     logits = scratch + head.to(tl.int64) * host_splits * SPLIT
     if split < host_splits:
-        row = split * SPLIT + tl.arange(0, SPLIT)
+        # In blocks of rows that have a maximum, where there are such.
+        block = tl.arange(0, SPLIT // LINK)
+        row = split * SPLIT + block[:, None] * LINK + tl.arange(0, LINK)[None, :]
         scored = tl.load(limits + sequence).to(tl.int32)
         # The unit tells the compiler how the row is aligned.
         x = tl.load(host + head.to(tl.int64) * host_units * UNIT + row, mask=row < scored, other=-float("inf"))
+        if HALF:
+            block += split * (SPLIT // LINK)
+            above = tl.load(maxima + head * maxima_stride + block, mask=block * LINK < scored, other=0.0)
+            x = x.to(tl.float32) + above[:, None]
         tl.store(logits + row, x)
-        top = tl.max(x, 0)
+        top = tl.max(tl.max(x, 1), 0)
         # Where there is no row, top is -inf, and the difference no number.
-        total = tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - top)), 0)
+        total = tl.sum(tl.sum(tl.where(x == -float("inf"), 0.0, tl.exp(x - top)), 1), 0)
     else:
         local = (split - host_splits) * LOCAL_SPLIT + tl.arange(0, LOCAL_SPLIT)
         channel = tl.arange(0, DIM_PADDED)
@@ -211,18 +218,21 @@ def choose_rows(
     query: Tensor,
     keys: Tensor,
     empty: Tensor,
-    host_logits: Tensor,
+    logits: Tensor | HostLogits,
     limits: KeepLimits,
     scale: float,
 ) -> tuple[TokenSelection, Tensor]:
     """`group_probabilities` and `choose` of budget.py; the rows come in ascending order. Second: p of the scored rows.
 
     query: [B, Hq, d]; keys: [B, Hkv, R, d], contiguous; empty: bool [B, 1, 1, R], slots without a token (not read).
-    host_logits: float32 [B, Hq, N] with contiguous tokens and evenly spaced heads, of which the first
-    limits.scored[b] are read, once: they may lie in host memory. p: float32 [B, Hkv, N], 0 beyond what was scored, not
-    contiguous; the rows are places among the N.
+    logits: [B, Hq, N], float32 or as they cross the link, with contiguous tokens and evenly spaced heads, of which the
+    first limits.scored[b] are read, once: they may lie in host memory. p: float32 [B, Hkv, N], 0 beyond what was
+    scored, not contiguous; the rows are places among the N.
     """
     batch, heads, dim = query.shape
+    whole = logits if isinstance(logits, HostLogits) else HostLogits(logits)
+    host_logits, in_half = whole.values, whole.maxima is not None
+    maxima = host_logits if whole.maxima is None else whole.maxima
     kv_heads, local_rows, rows = keys.shape[1], keys.shape[2], host_logits.shape[2]
     device, programs, width = query.device, batch * kv_heads, limits.widest
     block = max(LEAST_BLOCK, next_power_of_2(rows))
@@ -246,9 +256,9 @@ def choose_rows(
     chosen = torch.empty(programs * (width + 1), dtype=torch.int64, device=device)
     launch(
         _score, (batch * heads, splits),
-        (query.contiguous(), keys, empty, host_logits, numbers, scratch),
-        (scale, stride // unit, local_rows, host_splits, splits, kv_heads),
-        (heads // kv_heads, dim, next_power_of_2(dim), split, LOCAL_SPLIT, unit),
+        (query.contiguous(), keys, empty, host_logits, maxima, numbers, scratch),
+        (scale, stride // unit, maxima.shape[2], local_rows, host_splits, splits, kv_heads),
+        (heads // kv_heads, dim, next_power_of_2(dim), split, LOCAL_SPLIT, unit, in_half, LINK_TOKENS),
         WARPS,
     )  # fmt: skip
     padding = torch.empty((batch, kv_heads, 1, width), dtype=torch.bool, device=device)

@@ -300,12 +300,12 @@ def test_logit_worker(kind, transfer_kind):
     layer = Layer(kind, transfer_kind)
     unit = {"int8": 64 * 68, "int4": 36 * 64, "int2": 20 * 64}[kind]  # bytes of 64 tokens of a KV head
     ticket = layer.submit(lengths=[320, 192])
-    layer.check(ticket.logits(), [320, 192], TOLERANCE[kind])
+    layer.check(ticket.logits().values, [320, 192], TOLERANCE[kind])
     ticket.release(Ticket())
     assert layer.telemetry.bytes_moved["cpu_read"] == 2 * (5 + 3) * unit
 
     listed = layer.submit(lengths=[40, 7], rows=layer.rows)
-    layer.check(listed.logits(), [40, 7], TOLERANCE[kind], layer.rows.tensor)
+    layer.check(listed.logits().values, [40, 7], TOLERANCE[kind], layer.rows.tensor)
     listed.release(Ticket())
     if kind == "int8":
         more = 2 * (40 + 7) * 68

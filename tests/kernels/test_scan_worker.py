@@ -547,21 +547,21 @@ def test_logit_worker_scans_listed_rows(transfer_kind, threads):
     layer = Layer(transfer_kind, threads)
     copied = layer.transfer.copy(layer.rows.device_view, layer.listed, "d2h")
     ticket = layer.submit(rows_copied=copied)
-    layer.check(ticket.logits(), layer.lengths, layer.listed)
+    layer.check(ticket.logits().values, layer.lengths, layer.listed)
     assert layer.telemetry.bytes_moved["cpu_read"] == (40 + 7) * 2 * 64 * 2
     ticket.release(Ticket())
 
     full = layer.submit(lengths=[300, 250], rows=None)
     assert full._buffers is ticket._buffers
-    layer.check(full.logits(), [300, 250])
+    layer.check(full.logits().values, [300, 250])
     full.release(Ticket())
     assert layer.telemetry.bytes_moved["cpu_read"] == (40 + 7 + 300 + 250) * 2 * 64 * 2
 
     again = layer.submit(lengths=[0, 3])  # the rows are there already
-    layer.check(again.logits(), [0, 3], layer.listed)
+    layer.check(again.logits().values, [0, 3], layer.listed)
     again.release(Ticket())
     none = layer.submit(lengths=[0, 0])
-    assert none.logits().shape == (2, 6, 0)
+    assert none.logits().values.shape == (2, 6, 0)
     layer.worker.close()
 
 
