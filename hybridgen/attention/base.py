@@ -82,7 +82,7 @@ class LayerAttention(ABC):
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
         """Take over a prefilled sequence [Hkv, n, d]; the tickets of copies that still read it.
 
-        queries: [m, Hq, d], the last ones of the prompt; first_piece: tokens that the first prefill piece had.
+        queries: [m, Hq, d], of the m last tokens, which are new; first_piece: tokens that the first prefill piece had.
         """
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
-from hybridgen.kv_cache.recall import QUERIES
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.models.spec import LayerSpec
@@ -181,7 +180,7 @@ class Runner:
             for piece in pieces:
                 of_piece = context[piece.start - start : piece.stop - start]
                 state.x[piece] = model.finish(layer, weights, state.x[piece], of_piece)
-            kept = (sequence, keys, values, queries[-QUERIES:].clone(), past + min(end - start, chunk))
+            kept = (sequence, keys, values, queries, past + min(end - start, chunk))
             tickets = attention.store(*kept)
             for mirror in mirrors:
                 tickets = tickets + mirror.layers[layer].store(*kept)
