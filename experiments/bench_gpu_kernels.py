@@ -1,12 +1,11 @@
 """What the parts of a layer cost on a GPU, alone: kernels and, beside them, their torch twins or other libraries.
 
-    python experiments/bench_gpu_kernels.py [chosen] [whole] [linear]
+    python experiments/bench_gpu_kernels.py [chosen] [whole]
 
 chosen: decode with 10 % kept: choice, scores by sketches, fetch by grid, attention. whole: attention over all KV, a
-prompt's attention by library. linear: the products of a few tokens with a layer's matrices and the head, by torch and
-by the kernel in every shape that it can have. Without any of them, all. Shapes of OPT-13B at 32k and of Llama-3.1-8B
-at 128k, float16. Prints milliseconds and the rate; for some kernels also the host's microseconds a call: what the
-launching thread needs while the GPU keeps up or is behind.
+prompt's attention by library, the products of one token with a layer's matrices. Without either, both. Shapes of
+OPT-13B at 32k and of Llama-3.1-8B at 128k, float16. Prints milliseconds and the rate; for the kernels also the host's
+microseconds a call: what the launching thread needs while the GPU keeps up or is behind.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,6 @@ from hybridgen.attention.resident_kernel import attend_resident
 from hybridgen.kv_cache import sketch_kernel
 from hybridgen.kv_cache.quantize import SKETCH_BITS, make_sketch
 from hybridgen.kv_cache.sketch_kernel import score_sketch
-from hybridgen.models import linear_kernel
-from hybridgen.models.linear_kernel import linear_rows
 from hybridgen.offload import fetch_kernel
 from hybridgen.offload.host_memory import HostSlab
 from hybridgen.selection.budget import choose, group_probabilities, keep_limits
@@ -96,65 +92,24 @@ def whole(device: torch.device) -> None:
                 )
             rate = 2 * heads * 32_768**2 * DIM / took / 1e9
             print(f"a prompt's attention, {name}, 32768 tokens, {backend.name}: {took:.2f} ms, {rate:.0f} TFLOP/s")
-
-
-def in_a_graph_ms(work: Callable[[torch.Tensor], object], matrices: torch.Tensor) -> float:
-    """Median of a call of work(matrix), all matrices one after another in a graph, as a decode step runs them."""
-    work(matrices[0])  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for matrix in matrices:
-            work(matrix)
-    return time_ms(graph.replay) / len(matrices)
-
-
-def linear(device: torch.device) -> None:
-    """One token by all matrices first: that is what most runs decode."""
-    shapes = ((15360, 5120), (5120, 5120), (20480, 5120), (5120, 20480), (50272, 5120))
-    shapes += ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-    for tokens, (rows, columns) in itertools.product((1, 2, 4, 8), shapes):
-        count = max(3, -(-(2**29) // (rows * columns * 2)))  # 512 MiB: ten times what the cache holds
-        products(tokens, torch.randn(count, rows, columns, dtype=torch.float16, device=device))
-
-
-def products(tokens: int, matrices: torch.Tensor) -> None:
-    """torch's, then the kernel's by rows of a program and warps; then, in its shape of now, with what it has within."""
-    _, rows, columns = matrices.shape
-    x, bias, residual = (matrices.new_empty(shape).normal_() for shape in ((tokens, columns), rows, (tokens, rows)))
-    print(f"{tokens} token(s) by {rows} x {columns}")
-
-    def show(name: str, work: Callable[[torch.Tensor], object]) -> float:
-        took = in_a_graph_ms(work, matrices)
-        print(f"  {name:30} {took * 1e3:7.1f} us, {rows * columns * 2 / took / 1e6:5.0f} GB/s", flush=True)
-        return took
-
-    show("torch", lambda weight: F.linear(x, weight))
-    before, found = linear_kernel.SHAPES[tokens], {}
-    grid = ((4, 8, 16, 32), (1, 2, 4, 8)) if tokens == 1 else ((2, 4, 8), (2, 4))
-    for shape in itertools.product(*grid):
-        if tokens * shape[0] <= 32:  # or registers do not suffice
-            linear_kernel.SHAPES[tokens] = shape
-            found[shape] = show(f"{shape[0]} rows, {shape[1]} warps", lambda weight: linear_rows(x, weight))
-    linear_kernel.SHAPES[tokens] = before
-    print(f"  best: {min(found, key=found.__getitem__)}; now: {before}")
-    show("torch, bias, ReLU", lambda weight: F.linear(x, weight, bias).relu_())
-    show("kernel, bias, ReLU", lambda weight: linear_rows(x, weight, bias, relu=True))
-    show("torch, bias, residual", lambda weight: residual + F.linear(x, weight, bias))
-    show("kernel, bias, residual", lambda weight: linear_rows(x, weight, bias, residual=residual))
+    for rows, columns in ((5120, 5120), (20480, 5120), (5120, 20480), (14336, 4096), (4096, 14336)):
+        x = torch.randn(1, columns, dtype=torch.float16, device=device)
+        matrices = torch.randn(8, rows, columns, dtype=torch.float16, device=device)  # more than the cache holds
+        turn = itertools.cycle(matrices)
+        took = time_ms(lambda: F.linear(x, next(turn)), rounds=40)  # noqa: B023
+        print(f"one token by {rows} x {columns}: {took:.4f} ms, {rows * columns * 2 / took / 1e6:.0f} GB/s")
 
 
 def main() -> None:
     """Run and print."""
-    asked = sys.argv[1:] or ["chosen", "whole", "linear"]
-    if set(asked) - {"chosen", "whole", "linear"}:
-        sys.exit(f"{asked}: allowed are chosen, whole, linear")
+    asked = sys.argv[1:] or ["chosen", "whole"]
+    if set(asked) - {"chosen", "whole"}:
+        sys.exit(f"{asked}: allowed are chosen, whole")
     device = torch.device("cuda", 0)
     if "chosen" in asked:
         chosen(device)
     if "whole" in asked:
         whole(device)
-    if "linear" in asked:
-        linear(device)
 
 
 def chosen(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 WARM_UP_STEPS = 2
 KERNELS = ("predict", "qkv", "choose", "attention", "mlp")
-GPU_ROWS = ("compute", "beside")
+GPU_ROWS = ("compute", "choice", "beside")
 
 Interval = tuple[float, float]
 

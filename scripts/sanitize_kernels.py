@@ -35,7 +35,6 @@ from hybridgen.kv_cache.quantize import (
     sketch_logits,
 )
 from hybridgen.kv_cache.sketch_kernel import score_sketch
-from hybridgen.models.linear_kernel import linear_rows
 from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
@@ -81,7 +80,7 @@ def main() -> int:
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
     checks += (check_wide_choice, check_choices_in_half, check_sketch_scores, check_fetches, check_decoding_fetches)
-    checks += (check_attention, check_resident_attention, check_norms, check_products)
+    checks += (check_attention, check_resident_attention, check_norms)
     for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
@@ -336,32 +335,6 @@ def check_norms(device: torch.device, generator: torch.Generator) -> None:
         half = norm_rows(x.half(), weight.half(), None, 1e-6)
         assert half.dtype is torch.float16
         torch.testing.assert_close(half.double(), rms_norm, rtol=4e-3, atol=4e-3)
-
-
-def check_products(device: torch.device, generator: torch.Generator) -> None:
-    """x @ weight.T of 1 to 8 rows, with all that may go with it, against float64: within a unit in the last place."""
-    # Rows that fill no program or fewer than one; channels of one tile in part, in full, of several and a part.
-    shapes = ((21, 72), (3, 1024), (40, 2120), (8, 2048))
-    # tokens, bias, ReLU, residual
-    ways = ((1, False, False, False), (3, True, False, True), (8, True, True, False), (2, True, True, True))
-    for (rows, channels), dtype in itertools.product(shapes, (torch.float16, torch.bfloat16, torch.float32)):
-        weight = torch.randn(rows, channels, generator=generator, device=device).div_(channels**0.5).to(dtype)
-        for tokens, has_bias, relu, has_residual in ways:
-            x = torch.randn(tokens, channels, generator=generator, device=device).to(dtype)
-            bias = torch.randn(rows, generator=generator, device=device).to(dtype) if has_bias else None
-            residual = torch.randn(tokens, rows, generator=generator, device=device).to(dtype) if has_residual else None
-            expected = x.double() @ weight.double().T
-            if bias is not None:
-                expected += bias.double()
-            if relu:
-                expected.relu_()
-            if residual is not None:
-                expected = expected.to(dtype).double() + residual.double()
-            found = linear_rows(x, weight, bias, relu, residual)
-            assert found.dtype is dtype
-            unit = torch.finfo(dtype).eps
-            atol = unit * (16.0 if dtype is torch.float32 else 4.0)  # of sums that cancel
-            torch.testing.assert_close(found.double(), expected, rtol=unit, atol=atol)
 
 
 if __name__ == "__main__":

@@ -120,14 +120,17 @@ class HybridAttention(TieredAttention):
             return
         assert self._query is not None
         scan = self._scan
-        with self._transfer.beside(self._submitted):
+        # In a stream of its own: a choice does not wait for the fetch of the layer before.
+        with self._transfer.beside(self._submitted, "choice"):
             self._transfer.hand_over(self._query)
             scores = None if scan is None else scan if isinstance(scan, DeviceScan) else scan.logits()
-            with self._telemetry.span("choose", self._layer, row="beside"):
+            with self._telemetry.span("choose", self._layer, row="choice"):
                 self.selection = self._selected(self._query, scores, self._limits)
                 self._chosen = self._transfer.mark(self._chosen)
                 if scan is not None:
                     scan.release(self._chosen)
+        with self._transfer.beside(self._chosen):
+            self._transfer.hand_over(self.selection.rows, self.selection.counts)
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = self._limits = None

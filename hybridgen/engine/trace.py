@@ -17,7 +17,7 @@ from hybridgen.output import write_whole
 from hybridgen.telemetry import StepTimings, TracedSpan
 
 TRACED_STEPS = 64  # the first of a run: this bounds the memory that a trace takes
-_ROWS = ("step", "compute", "beside", "weights", "scan worker", "host")  # top to bottom; others come below
+_ROWS = ("step", "compute", "choice", "beside", "weights", "scan worker", "host")  # top to bottom; others come below
 _PROCESS = 1
 
 

@@ -1,4 +1,4 @@
-"""Mathematics that the model families share: rotary tables, norms, projections, causal attention of a prefill piece."""
+"""Mathematics that the model families share: rotary tables, rotation, norms, causal attention of a prefill piece."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor
 from hybridgen.models.spec import LayerSpec, RopeSpec
 
 FEW_ROWS = 64  # of a decode step
-FEW = 8  # rows that a matrix is multiplied with by a kernel of our own
-VECTOR_BYTES = 16  # what that kernel loads at a time
 LONG_PROMPT = 4096  # tokens
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -58,26 +56,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if bias is None:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False, residual: Tensor | None = None
-) -> Tensor:
-    """relu(x @ weight.T + bias) + residual: x [T, K], weight [N, K], bias [N], residual and result [T, N]."""
-    if x.is_cuda and 0 < x.shape[0] <= FEW and x.dtype == weight.dtype and _is_for_vectors(weight):
-        from hybridgen.models.linear_kernel import linear_rows  # Triton: only where there is a GPU
-
-        return linear_rows(x, weight, bias, relu, residual)
-    y = F.linear(x, weight, bias)
-    if relu:
-        y.relu_()
-    return y if residual is None else residual + y
-
-
-def _is_for_vectors(weight: Tensor) -> bool:
-    """Whether rows [N, K] lie side by side and each begins where a wide load may."""
-    row_bytes = weight.shape[1] * weight.element_size()
-    return weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0 and row_bytes % VECTOR_BYTES == 0
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec, piece: int) -> Tensor:

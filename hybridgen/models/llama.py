@@ -20,7 +20,7 @@ from hybridgen.models.config_fields import (
     require_size,
     rope_from_config,
 )
-from hybridgen.models.layers import linear, norm, rotate
+from hybridgen.models.layers import norm, rotate
 from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
@@ -87,7 +87,7 @@ class LlamaModel(DecoderModel):
 
     def qkv(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         at = self.spec.layers[layer]
-        fused = linear(self._norm(x, w["attn_norm"]), w["qkv"], w.get("qkv_bias"))
+        fused = F.linear(self._norm(x, w["attn_norm"]), w["qkv"], w.get("qkv_bias"))
         heads = fused.view(x.shape[0], at.num_heads + 2 * at.num_kv_heads, at.head_dim)
         value = heads[:, at.num_heads + at.num_kv_heads :]
         rotated = heads[:, : at.num_heads + at.num_kv_heads]
@@ -100,19 +100,19 @@ class LlamaModel(DecoderModel):
         at = self.spec.layers[layer]
         width = at.num_heads * at.head_dim
         bias = w["qkv_bias"][:width] if self.spec.qkv_bias else None
-        query = linear(self._norm(x, w["attn_norm"]), w["qkv"][:width], bias)
+        query = F.linear(self._norm(x, w["attn_norm"]), w["qkv"][:width], bias)
         query = query.view(x.shape[0], at.num_heads, at.head_dim)
         tables = self.rotary(layer, positions)
         return query if tables is None else rotate(query, tables)
 
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
-        x = linear(context, w["out"], residual=x)
-        gate, up = linear(self._norm(x, w["mlp_norm"]), w["gate_up"]).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, w["down"], residual=x)
+        x = x + F.linear(context, w["out"])
+        gate, up = F.linear(self._norm(x, w["mlp_norm"]), w["gate_up"]).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, w["down"])
 
     def logits(self, x: Tensor) -> Tensor:
         head = self.weights["embed" if self.spec.tie_word_embeddings else "lm_head"]
-        return linear(self._norm(x, self.weights["norm"]), head).float()
+        return F.linear(self._norm(x, self.weights["norm"]), head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return norm(x, weight, None, self.spec.norm_eps)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel, LayerWeights
 from hybridgen.models.config_fields import common_fields, layers_from_config, require_size
-from hybridgen.models.layers import linear, norm
+from hybridgen.models.layers import norm
 from hybridgen.models.spec import ModelSpec, TensorSource
 from hybridgen.types import Positions
 
@@ -108,24 +108,24 @@ class OPTModel(DecoderModel):
 
     def qkv(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         at = self.spec.layers[layer]
-        fused = linear(self._norm(x, w, "attn_norm"), w["qkv"], w["qkv_bias"])
+        fused = F.linear(self._norm(x, w, "attn_norm"), w["qkv"], w["qkv_bias"])
         query, key, value = fused.view(x.shape[0], 3, at.num_heads, at.head_dim).unbind(1)
         return query, key, value
 
     def query(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> Tensor:
         at = self.spec.layers[layer]
         width = at.num_heads * at.head_dim
-        query = linear(self._norm(x, w, "attn_norm"), w["qkv"][:width], w["qkv_bias"][:width])
+        query = F.linear(self._norm(x, w, "attn_norm"), w["qkv"][:width], w["qkv_bias"][:width])
         return query.view(x.shape[0], at.num_heads, at.head_dim)
 
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
-        x = linear(context, w["out"], w["out_bias"], residual=x)
-        hidden = linear(self._norm(x, w, "mlp_norm"), w["up"], w["up_bias"], relu=True)
-        return linear(hidden, w["down"], w["down_bias"], residual=x)
+        x = x + F.linear(context, w["out"], w["out_bias"])
+        hidden = F.linear(self._norm(x, w, "mlp_norm"), w["up"], w["up_bias"]).relu_()
+        return x + F.linear(hidden, w["down"], w["down_bias"])
 
     def logits(self, x: Tensor) -> Tensor:
         head = self.weights["embed" if self.spec.tie_word_embeddings else "lm_head"]
-        return linear(self._norm(x, self.weights, "norm"), head).float()
+        return F.linear(self._norm(x, self.weights, "norm"), head).float()
 
     def _norm(self, x: Tensor, w: LayerWeights, name: str) -> Tensor:
         return norm(x, w[name], w[f"{name}_bias"], self.spec.norm_eps)

@@ -299,7 +299,7 @@ class LogitWorker:
 
     def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> HostLogits:
         if self._signals:
-            with self._telemetry.span("scan_wait", layer, row="beside"):
+            with self._telemetry.span("scan_wait", layer, row="choice"):
                 self._transfer.await_signal(buffers.words[1], buffers.turn)
         else:
             self._finish(job, "scan", layer)

@@ -33,6 +33,8 @@ from hybridgen.offload.pieces import (
 )
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
+STREAMS = ("h2d", "d2h", "choice", "beside", "weights", "assembly")  # of a GPU, beside the one that computes
+
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -125,8 +127,7 @@ class TransferEngine(ABC):
     def beside(self, after: Ticket, stream: str = "beside") -> AbstractContextManager[None]:
         """What is issued inside runs beside the compute stream, once `after` is over.
 
-        stream: `beside`, `weights`, `assembly` or `h2d`, which do not wait for each other; `h2d` is that of copies to
-        the device.
+        stream: one of STREAMS, which do not wait for each other; `h2d` and `d2h` are those of copies.
         """
         return nullcontext()
 
@@ -308,7 +309,7 @@ class CudaTransfer(TransferEngine):
         self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h", "beside", "weights", "assembly")}
+        self._streams = {name: torch.cuda.Stream(device) for name in STREAMS}
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.recorder = CudaRecorder(device, self._running, list(self._streams.values())) if graphs else None
 

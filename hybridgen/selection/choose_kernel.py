@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,attr-defined"
-"""The choice on a GPU: two Triton kernels for the dozens of launches of the torch twin in `budget.py`.
+"""The choice on a GPU: a few Triton kernels for the dozens of launches of the torch twin in `budget.py`.
 
 `_score`: logits of sinks and window, and those of the host, which cross the link here, once, by many programs: one
 program alone would be slow to read a long row. Each leaves the maximum of its piece and the sum of exponentials below
@@ -7,6 +7,7 @@ it, and the host's logits on the device.
 `_choose`: one program a sequence and KV head puts the pieces together to p, averaged over the heads of the KV head,
 and finds the rows of highest p by bisection on the bits of p; no sort. A row that is short enough stays in registers
 from the first look to the last; a longer one is read again from the L2 cache. Rows come out in ascending order.
+Where the number of rows is given and they are many, `rank_kernel.py` does it in pieces, by more programs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from hybridgen.selection.budget import KeepLimits
 from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 from hybridgen.selection.launch_kernel import cdiv, launch, next_power_of_2
+from hybridgen.selection.rank_kernel import BINS, LEVELS, choose_by_count, softmax_parts
 from hybridgen.types import TokenSelection
 
 SPLIT = 4096  # host rows of one program of `_score`, and rows of one look where they are not held
@@ -29,16 +31,16 @@ PIECE = 4096  # rows that are written at a time
 STRIDE_UNIT = 32  # logits: 128 bytes
 WARPS = 8
 WARPS_HELD = 16  # of more than SPLIT rows: 64 numbers a thread at most
-ALL_BITS = 31  # of a non-negative float
+BITS = 30  # of a float from 0 to less than 2
 
 
 # Whatever number changes as the run goes on must not have a kernel compiled anew: none is specialised on.
 @triton.jit(do_not_specialize=["host_units", "maxima_stride", "local_rows", "host_splits", "splits", "kv_heads"])
 def _score(
-    query, keys, empty, host, maxima, limits, scratch,
+    query, keys, empty, host, maxima, limits, scratch, tallies,
     scale, host_units, maxima_stride, local_rows, host_splits, splits, kv_heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr, LOCAL_SPLIT: tl.constexpr,
-    UNIT: tl.constexpr, HALF: tl.constexpr, LINK: tl.constexpr,
+    UNIT: tl.constexpr, HALF: tl.constexpr, LINK: tl.constexpr, TALLIES: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUP
@@ -81,25 +83,9 @@ def _score(
     at_piece = head * splits + split
     tl.store(tops + at_piece, top)
     tl.store(tops + heads * splits + at_piece, total)
-
-
-@triton.jit
-def _softmax_parts(tops, sums, host_splits, splits):
-    """Of one head's pieces: the maximum, the sum below it, and how much of that is local."""
-    lane = tl.arange(0, 128)
-    top = -float("inf")
-    for start in range(0, splits, 128):
-        piece = start + lane
-        top = tl.maximum(top, tl.max(tl.load(tops + piece, mask=piece < splits, other=-float("inf")), 0))
-    total = 0.0
-    local = 0.0
-    for start in range(0, splits, 128):
-        piece = start + lane
-        its_top = tl.load(tops + piece, mask=piece < splits, other=-float("inf"))
-        share = tl.load(sums + piece, mask=piece < splits, other=0.0) * tl.exp(its_top - top)
-        total += tl.sum(share, 0)
-        local += tl.sum(tl.where(piece >= host_splits, share, 0.0), 0)
-    return top, total, local
+    if TALLIES > 0:  # zeros for who counts next, once a KV head
+        first = (split == 0) & (head % GROUP == 0)
+        tl.store(tallies + kv_head * TALLIES + tl.arange(0, TALLIES), tl.zeros([TALLIES], tl.int32), mask=first)
 
 
 @triton.jit
@@ -138,7 +124,7 @@ def _choose(
     held = tl.zeros([BLOCK], tl.float32)  # p, where a block takes all rows
     for member in range(GROUP):
         head = program * GROUP + member
-        top, total, local_sum = _softmax_parts(tops + head * splits, sums + head * splits, host_splits, splits)
+        top, total, local_sum = softmax_parts(tops + head * splits, sums + head * splits, host_splits, splits)
         weight = 1.0 / (total * GROUP)
         local += local_sum * weight
         logits = scratch + head.to(tl.int64) * stride
@@ -258,26 +244,38 @@ def choose_rows(
         (batch * heads + programs) * padded + 2 * batch * heads * splits, dtype=torch.float32, device=device
     )
     chosen = torch.empty(programs * (width + 1), dtype=torch.int64, device=device)
+    by_mass = limits.mass is not None
+    in_pieces = not by_mass and host_splits > 1
+    counts = torch.empty(programs * LEVELS * BINS if in_pieces else 1, dtype=torch.int32, device=device)
     launch(
         _score, (batch * heads, splits),
-        (query.contiguous(), keys, empty, host_logits, maxima, numbers, scratch),
+        (query.contiguous(), keys, empty, host_logits, maxima, numbers, scratch, counts),
         (scale, stride // unit, maxima.shape[2], local_rows, host_splits, splits, kv_heads),
-        (heads // kv_heads, dim, next_power_of_2(dim), split, LOCAL_SPLIT, unit, in_half, LINK_TOKENS),
+        (
+            heads // kv_heads, dim, next_power_of_2(dim), split, LOCAL_SPLIT, unit, in_half, LINK_TOKENS,
+            LEVELS * BINS if in_pieces else 0,
+        ),
         WARPS,
     )  # fmt: skip
     padding = torch.empty((batch, kv_heads, 1, width), dtype=torch.bool, device=device)
     covered = torch.empty((batch, kv_heads), dtype=torch.float32, device=device)
-    by_mass = limits.mass is not None
-    launch(
-        _choose, (programs, 1),
-        (scratch, numbers, chosen, padding, covered),
-        (
-            limits.mass if limits.mass is not None else 1.0, limits.extra_thousandths,
-            rows, width, host_splits, splits, batch, kv_heads,
-        ),
-        (heads // kv_heads, split, by_mass, held, ALL_BITS, block, min(block, PIECE)),
-        WARPS_HELD if block > SPLIT else WARPS,
-    )  # fmt: skip
+    result = chosen, padding, covered
+    if in_pieces:
+        shape = batch, kv_heads, heads // kv_heads
+        choose_by_count(
+            scratch, numbers, counts, result, limits.extra_thousandths, rows, (host_splits, splits), shape, split
+        )
+    else:
+        launch(
+            _choose, (programs, 1),
+            (scratch, numbers, *result),
+            (
+                limits.mass if limits.mass is not None else 1.0, limits.extra_thousandths,
+                rows, width, host_splits, splits, batch, kv_heads,
+            ),
+            (heads // kv_heads, split, by_mass, held, BITS, block, min(block, PIECE)),
+            WARPS_HELD if block > SPLIT else WARPS,
+        )  # fmt: skip
     selection = TokenSelection(
         chosen.as_strided((batch, kv_heads, width), (kv_heads * width, width, 1)),
         chosen.as_strided((batch, kv_heads), (kv_heads, 1), programs * width),

@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hybridgen.models.config_fields import rope_from_config
-from hybridgen.models.layers import (
-    _is_for_vectors,
-    causal_attention,
-    inverse_frequencies,
-    linear,
-    rotary_tables,
-    rotate,
-)
+from hybridgen.models.layers import causal_attention, inverse_frequencies, rotary_tables, rotate
 from hybridgen.models.spec import LayerSpec, RopeScaling, RopeSpec
 
 LLAMA3 = {
@@ -120,28 +112,6 @@ def test_tables_are_computed_in_float32(dtype: torch.dtype) -> None:
     for table, wanted in zip(rotary_tables(positions, frequencies, dtype), exact, strict=True):
         assert table.dtype == dtype
         torch.testing.assert_close(table, wanted.to(dtype))
-
-
-# Projections
-
-
-def test_linear_is_torch_s_on_the_cpu() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, residual = torch.randn(3, 24, generator=generator), torch.randn(3, 40, generator=generator)
-    weight, bias = torch.randn(40, 24, generator=generator), torch.randn(40, generator=generator)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
-    expected = residual + F.linear(x, weight, bias).relu()
-    assert torch.equal(linear(x, weight, bias, relu=True, residual=residual), expected)
-
-
-def test_weights_that_are_read_in_wide_loads() -> None:
-    memory = torch.zeros(4096, dtype=torch.float16)
-    assert memory.data_ptr() % 64 == 0
-    whole = memory[:3840].view(40, 96)
-    assert _is_for_vectors(whole) and _is_for_vectors(whole[:7]) and _is_for_vectors(memory[8 : 8 + 24].view(3, 8))
-    assert not _is_for_vectors(whole.T) and not _is_for_vectors(whole[:, :48])
-    assert not _is_for_vectors(memory[1:25].view(3, 8)), "it begins where no wide load may"
-    assert not _is_for_vectors(memory[:36].view(3, 12)), "its second row does"
 
 
 # Causal attention of a prefill piece

@@ -161,7 +161,7 @@ def trace(steps: list[StepTimings], tmp_path_factory: pytest.TempPathFactory) ->
 def test_schema(trace: dict[str, Any]) -> None:
     assert trace["otherData"] == {"model": NAME, "steps_traced": STEPS, "steps": STEPS + 2}
     names = row_names(trace)
-    assert list(names.values()) == ["step", "compute", "beside", "scan worker", "host"]
+    assert list(names.values()) == ["step", "compute", "choice", "beside", "scan worker", "host"]
     for event in complete(trace):
         assert {"ph", "ts", "dur", "pid", "tid", "name", "args"} <= set(event)
         assert event["ts"] >= 0 and event["dur"] >= 0
@@ -179,7 +179,8 @@ def test_every_stage_is_in_its_row(trace: dict[str, Any]) -> None:
     assert rows == {
         "step": {"step"},
         "compute": {"predict", "qkv", "link_wait", "attention", "mlp", "lm_head"},
-        "beside": {"choose", "fetch"},
+        "choice": {"choose"},
+        "beside": {"fetch"},
         "scan worker": {"scan"},
         "host": {"scan_wait"},
     }
