@@ -35,6 +35,7 @@ from hybridgen.kv_cache.quantize import (
     sketch_logits,
 )
 from hybridgen.kv_cache.sketch_kernel import score_sketch
+from hybridgen.kv_cache.write_kernel import write_token
 from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
@@ -80,7 +81,7 @@ def main() -> int:
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
     checks += (check_wide_choice, check_choices_in_half, check_sketch_scores, check_fetches, check_decoding_fetches)
-    checks += (check_attention, check_resident_attention, check_norms)
+    checks += (check_attention, check_resident_attention, check_norms, check_writes)
     for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
@@ -335,6 +336,25 @@ def check_norms(device: torch.device, generator: torch.Generator) -> None:
         half = norm_rows(x.half(), weight.half(), None, 1e-6)
         assert half.dtype is torch.float16
         torch.testing.assert_close(half.double(), rms_norm, rtol=4e-3, atol=4e-3)
+
+
+def check_writes(device: torch.device, generator: torch.Generator) -> None:
+    """A token a sequence into its slot, from a view of a fused product or not; no other changes."""
+    for batch, heads, rows, dim, dtype in ((1, 2, 5, 8, torch.float16), (3, 3, 70, 24, torch.float32)):
+        keys, values = torch.full((2, batch, heads, rows, dim), math.nan, dtype=dtype, device=device)
+        empty = torch.ones((batch, 1, 1, rows), dtype=torch.bool, device=device)
+        fused = torch.randn(batch, 3, heads, dim, generator=generator, device=device).to(dtype)
+        key, value = fused[:, 1], fused[:, 2].contiguous()
+        slots = torch.randint(rows, (batch,), generator=generator, device=device)
+        twins = keys.clone(), values.clone(), empty.clone()
+        for b, slot in enumerate(slots.tolist()):
+            twins[0][b, :, slot], twins[1][b, :, slot], twins[2][b, 0, 0, slot] = key[b], value[b], False
+        write_token(key, value, slots, keys, values, empty)
+        for made, twin in zip((keys, values, empty), twins, strict=True):
+            torch.testing.assert_close(made, twin, rtol=0, atol=0, equal_nan=True)
+        write_token(value, key, slots, keys, values)
+        for b, slot in enumerate(slots.tolist()):
+            assert torch.equal(keys[b, :, slot], value[b]) and torch.equal(values[b, :, slot], key[b])
 
 
 if __name__ == "__main__":

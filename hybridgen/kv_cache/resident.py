@@ -21,6 +21,11 @@ class ResidentKV:
 
     def write(self, key: Tensor, value: Tensor, index: Tensor) -> None:
         """One token a sequence: key, value [B, Hkv, d] at positions `index` [B] (int64, on the device)."""
+        if self.keys.is_cuda:
+            from hybridgen.kv_cache.write_kernel import write_token  # Triton: only where there is a GPU
+
+            write_token(key, value, index, self.keys, self.values)
+            return
         self.keys[self._rows, :, index] = key
         self.values[self._rows, :, index] = value
 

@@ -61,9 +61,13 @@ class TieredKV:
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """One token a sequence: key, value [B, Hkv, d] into `slots` [B] (layout.slot of its position)."""
+        if self.keys.is_cuda:
+            from hybridgen.kv_cache.write_kernel import write_token  # Triton: only where there is a GPU
+
+            write_token(key, value, slots, self.keys, self.values, self.empty)
+            return
         self.keys[self._rows, :, slots] = key
         self.values[self._rows, :, slots] = value
-        # Not by an assignment: that would send the scalar from pageable memory, and wait for the stream.
         self.empty.view(len(self.lengths), -1).scatter_(1, slots.unsqueeze(1), False)
 
     def grow(self) -> None:

@@ -84,8 +84,9 @@ def _score(
     tl.store(tops + at_piece, top)
     tl.store(tops + heads * splits + at_piece, total)
     if TALLIES > 0:  # zeros for who counts next, once a KV head
-        first = (split == 0) & (head % GROUP == 0)
-        tl.store(tallies + kv_head * TALLIES + tl.arange(0, TALLIES), tl.zeros([TALLIES], tl.int32), mask=first)
+        tally = tl.arange(0, TALLIES)
+        first = tally < tl.where(split + head % GROUP == 0, TALLIES, 0)
+        tl.store(tallies + kv_head * TALLIES + tally, tl.zeros([TALLIES], tl.int32), mask=first)
 
 
 @triton.jit
