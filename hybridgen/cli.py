@@ -63,7 +63,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--min-keep", "selection.min_keep", int, "N", "never keep fewer host tokens than this (default 64)"),
     ("--lookahead", "attention.lookahead", str, "MODE", "select (by predicted query), logits (weigh by it) or off"),
     ("--key-type", "cache.key_type", str, "T", "of the host's keys: auto (the dtype), fp32, fp16, bf16 or int8"),
-    ("--sketch", "cache.sketch", str, "S", "scored in place of the host's keys: none, int4 or int2"),
+    ("--sketch", "cache.sketch", str, "S", "scored for the host's keys: none, int4, int2, partial or pages"),
     ("--sketch-home", "cache.sketch_home", str, "H", "host, where the CPU scores by it, or gpu (default: if it fits)"),
     ("--schedule", "schedule.mode", str, "MODE", "fixed, feedback, paper or replay:REPORT"),
     ("--target-ms", "schedule.target_ms", float, "X", "step time that --schedule feedback aims at"),
@@ -71,16 +71,17 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """The flags that fill a Config, `--strategy` and `--set`."""
+    """The flags that fill a Config, `--strategy` and `--set`. leave_out: those that the command does without."""
     for flag, path, read, metavar, help_text in _FLAGS:
         if flag not in leave_out:
             parser.add_argument(flag, dest=path, type=read, metavar=metavar, help=help_text)
-    parser.add_argument(
-        "--strategy",
-        default="hybridgen",
-        metavar="NAME|FILE",
-        help=f"a strategy ({', '.join(strategy_names())}) or a YAML file (default hybridgen)",
-    )
+    if "--strategy" not in leave_out:
+        parser.add_argument(
+            "--strategy",
+            default="hybridgen",
+            metavar="NAME|FILE",
+            help=f"a strategy ({', '.join(strategy_names())}) or a YAML file (default hybridgen)",
+        )
     parser.add_argument(
         "--set",
         action="append",
@@ -92,13 +93,18 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] =
 
 def given_settings(arguments: argparse.Namespace) -> Settings:
     """What was given, merged: flag > --set > strategy file."""
+    return merge_settings(load_strategy(arguments.strategy), assigned_settings(arguments))
+
+
+def assigned_settings(arguments: argparse.Namespace) -> Settings:
+    """What was given beside the strategy: flag > --set."""
     assigned: Settings = {}
     for text in arguments.set:
         assigned |= parse_assignment(text)
     flags = {
         path: Setting(value, flag) for flag, path, *_ in _FLAGS if (value := getattr(arguments, path, None)) is not None
     }
-    return merge_settings(load_strategy(arguments.strategy), assigned | flags)
+    return assigned | flags
 
 
 def config_from(arguments: argparse.Namespace) -> Config:

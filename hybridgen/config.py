@@ -43,6 +43,9 @@ class SelectionConfig:
     keep: float | int | None = 0.3
     keep_mass: float | None = 0.95
     min_keep: int = 64
+    # InfiniGen's rule in place of a mass: rows whose logit is above the head's largest less this count, and as many are
+    # kept as the mean over heads and sequences says. With partial keys only; `keep` is the cap.
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class AttentionConfig:
     # hybrid chooses host tokens; the others attend to all: full keeps them on the device, streamed brings them there at
     # every step, on_cpu has the CPU attend to them.
     executor: Literal["hybrid", "full", "streamed", "on_cpu"] = "hybrid"
+    stream_ahead: bool = True  # streamed: a layer's rows come while the layer before computes; no: when it begins
     lookahead: Literal["select", "logits", "off"] = "select"
     predictor: Literal["x", "delta"] = "x"  # what the next layer's query is predicted from: lookahead.md
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
@@ -63,11 +67,16 @@ class CacheConfig:
 
     gpu_window: int = 512
     sinks: int = 4
-    # The host's keys: auto is the model's dtype; int8 replaces them. A sketch lies beside them and is scored instead.
+    # The host's keys: auto is the model's dtype; int8 replaces them. A sketch lies beside them and is scored instead:
+    # codes of 4 or 2 bits, or on the GPU alone InfiniGen's partial keys or Quest's bounds of pages.
     key_type: Literal["auto", "fp32", "fp16", "bf16", "int8"] = "auto"
-    sketch: Literal["none", "int4", "int2"] = "none"
+    sketch: Literal["none", "int4", "int2", "partial", "pages"] = "none"
     # Where it lies, and who scores by it. auto: the GPU if a memory budget has room, the host where there is none.
     sketch_home: Literal["auto", "host", "gpu"] = "auto"
+    partial_ratio: float = 0.2  # partial: share of the skewed keys' columns
+    # partial: where the skewing matrices come from. prompt: the first one; FILE.safetensors: read if it is there, else
+    # made from the first prompt and written.
+    partial_skew: str = "prompt"
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,7 @@ class Setting:
     source: str
 
 
+ON_GPU_ALONE = ("partial", "pages")  # sketches that the CPU does not score by
 SCHEDULES = ("fixed", "feedback", "paper")
 REPLAY = "replay:"
 
@@ -211,14 +221,15 @@ def parse_assignment(text: str) -> Settings:
 
 def merge_settings(*layers: Settings) -> Settings:
     """Later layers win. A layer that gives only one of `selection.keep` and `selection.keep_mass`
-    switches the other off: each of them alone has a meaning of its own (contracts.md)."""
-    pair = ("selection.keep", "selection.keep_mass")
+    switches the other off: each of them alone has a meaning of its own (contracts.md). So do a mass and
+    `selection.alpha`, which exclude each other; there `keep` stays, a cap to both."""
+    keep, mass, alpha = "selection.keep", "selection.keep_mass", "selection.alpha"
     merged: Settings = {}
     for layer in layers:
-        given = [path for path in pair if path in layer and layer[path].value is not None]
-        if len(given) == 1:
-            other = pair[1 - pair.index(given[0])]
-            merged[other] = Setting(None, layer[given[0]].source)
+        given = [path for path in (keep, mass, alpha) if path in layer and layer[path].value is not None]
+        off = {(keep,): [mass], (mass,): [keep, alpha], (keep, mass): [alpha], (alpha,): [mass], (keep, alpha): [mass]}
+        for path in off.get(tuple(given), []):
+            merged[path] = Setting(None, layer[given[-1]].source)
         merged |= layer
     return merged
 
@@ -243,6 +254,9 @@ def build_config(settings: Mapping[str, Setting]) -> Config:
         }
     )
     _check_ranges(config, settings)
+    if config.cache.sketch in ON_GPU_ALONE:  # `auto` leaves nothing open
+        config = with_settings(config, {"cache.sketch_home": "gpu"})
+    _check_sketch(config)
     return config
 
 
@@ -334,8 +348,14 @@ _RANGES: dict[str, tuple[str, Any]] = {
         lambda v: 0 < v <= 1 if isinstance(v, float) else v >= 1,
     ),
     "selection.min_keep": ("a count >= 0", lambda v: v >= 0),
+    "selection.alpha": ("a difference of logits > 0", lambda v: v > 0),
     "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
     "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
+    "cache.partial_ratio": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
+    "cache.partial_skew": (
+        "'prompt' or a file FILE.safetensors",
+        lambda v: v == "prompt" or v.endswith(".safetensors"),
+    ),
     "placement.weights_on_gpu": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
     "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
@@ -375,17 +395,48 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
         if value is not None and not holds(value):
             source = settings[path].source if path in settings else "the default"
             raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
-    if config.selection.keep is None and config.selection.keep_mass is None:
+    selection = config.selection
+    if selection.keep is None and selection.keep_mass is None and selection.alpha is None:
         raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")
     _check_executor(config)
-    if config.cache.sketch_home == "gpu":
-        if config.cache.sketch == "none":
+    if config.cache.sketch in ON_GPU_ALONE and config.cache.sketch_home == "host":
+        raise ConfigError(
+            f"cache.sketch_home = 'host' with cache.sketch = {config.cache.sketch!r}: it lies on the GPU alone "
+            "(allowed: 'auto' or 'gpu')"
+        )
+
+
+def _check_sketch(config: Config) -> None:
+    """What goes with a sketch on the GPU, of whatever kind."""
+    cache, selection = config.cache, config.selection
+    if cache.sketch_home == "gpu":
+        if cache.sketch == "none":
             raise ConfigError("cache.sketch_home = 'gpu' without a sketch: give --sketch int4 or int2")
         if config.schedule.mode in ("feedback", "paper"):
             raise ConfigError(
                 f"schedule.mode = {config.schedule.mode!r} with cache.sketch_home = 'gpu': the GPU scores every token, "
                 "so no scan is there to be shortened (allowed: fixed or replay:FILE)"
             )
+    if cache.sketch in ON_GPU_ALONE and config.attention.lookahead == "logits":
+        raise ConfigError(
+            f"attention.lookahead = 'logits' with cache.sketch = {cache.sketch!r}: it chooses tokens, and its scores "
+            "are no logits to weigh them by (allowed: 'select' or 'off')"
+        )
+    if selection.alpha is not None and selection.keep_mass is not None:
+        raise ConfigError(
+            f"selection.alpha = {selection.alpha} and selection.keep_mass = {selection.keep_mass}: each says how many "
+            "tokens are kept; give one of them"
+        )
+    if selection.alpha is not None and cache.sketch != "partial":
+        raise ConfigError(
+            f"selection.alpha = {selection.alpha} with cache.sketch = {cache.sketch!r}: it is the rule of InfiniGen's "
+            "partial keys (allowed: 'partial')"
+        )
+    if cache.sketch == "pages" and selection.keep_mass is not None:
+        raise ConfigError(
+            f"selection.keep_mass = {selection.keep_mass} with cache.sketch = 'pages': whole pages are kept, as many "
+            "as --keep alone says (allowed: null)"
+        )
 
 
 def _check_executor(config: Config) -> None:

@@ -16,11 +16,11 @@ def check_output_path(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path}: the folder does not exist")
 
 
-def write_whole(what: str, path: Path, text: str) -> None:
+def write_whole(what: str, path: Path, content: str | bytes) -> None:
     """Written beside the target and renamed, so that a killed run never leaves half a file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -74,6 +74,9 @@ class HostClock:
         return now, now
 
 
+MARK_EVERY = 4  # layers, where a step is recorded to be repeated on a GPU: a mark takes a kernel's time
+
+
 class TracedSpan(NamedTuple):
     """A span on the host's timeline (seconds of perf_counter); row: the stream or thread that did the work."""
 
@@ -96,6 +99,7 @@ class StepTimings:
     start_s: float = 0.0  # perf_counter
     spans: tuple[TracedSpan, ...] = ()  # of a traced step only
     is_timed: bool = True  # whether stage_ms has all stages, or only what the host itself did
+    sampled: dict[str, float] = field(default_factory=dict)  # share of a stage's spans that were timed, where not all
 
 
 @dataclass
@@ -131,6 +135,7 @@ class Telemetry:
     _step_start: float = 0.0
     _is_fresh: bool = False
     _is_timed: bool = True
+    _mark_every: int = 1  # layers, of which one has marks
     _steps: int = 0
 
     def span(self, stage: str, layer: int, row: str = "compute") -> _Span:
@@ -164,9 +169,11 @@ class Telemetry:
     def recording(self) -> Iterator[Recorded]:
         """What is counted and timed inside is known, in the end, to what this gives.
 
-        There are marks in any case: the next step that does the same may be one that is timed.
+        There are marks in any case: the next step that does the same may be one that is timed. Where they cost the
+        device time, not every layer has them, unless each span is to be seen.
         """
         is_timed, self._is_timed = self._is_timed, True
+        self._mark_every = MARK_EVERY if self.clock.is_costly and self._origin is None else 1
         recorded, before = Recorded(), dict(self.bytes_moved)
         spans, units, marks = len(self._spans), len(self._device_units), self.clock.marks
         yield recorded
@@ -174,7 +181,7 @@ class Telemetry:
         recorded.device_units = self._device_units[units:]
         recorded.bytes_moved = {name: count - before.get(name, 0) for name, count in self.bytes_moved.items()}
         recorded.marks = self.clock.marks - marks
-        self._is_timed = is_timed
+        self._is_timed, self._mark_every = is_timed, 1
 
     def repeat(self, recorded: Recorded) -> None:
         """The same work was issued again."""
@@ -213,8 +220,10 @@ class Telemetry:
         if self.settle is not None:
             self.settle()
         stage_ms: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for span in self._spans:
-            if span.end is not None and self._is_timed:
+        seen: dict[str, list[bool]] = defaultdict(list)
+        for span in self._spans if self._is_timed else ():
+            seen[span.stage].append(span.end is not None)
+            if span.end is not None:
                 stage_ms[span.stage][span.layer] += self.clock.elapsed_ms(span.start, span.end)
         for timed in self._host_spans:
             stage_ms[timed.stage][timed.layer] += (timed.end_s - timed.start_s) * 1e3
@@ -226,6 +235,7 @@ class Telemetry:
             self._stage_bytes(),
             self._step_start,
             is_timed=self._is_timed,
+            sampled={stage: sum(timed) / len(timed) for stage, timed in seen.items() if not all(timed)},
         )
         if self._origin is not None:
             step.spans = tuple(self._traced(*self._origin))
@@ -275,7 +285,7 @@ class _Span:
         telemetry = self._telemetry
         if telemetry.enabled:
             self._outer, telemetry._open = telemetry._open, self
-            if telemetry._is_timed:
+            if telemetry._is_timed and self.layer % telemetry._mark_every == 0:
                 self.start = telemetry.clock.mark()
 
     def __exit__(

@@ -17,11 +17,15 @@ class KeepRule:
     keep: a fraction of the host length in (0, 1] (float), a number of tokens (int), or None: no cap.
     mass: the share of attention probability that sinks, window and kept tokens must hold, or None.
     min_keep: never fewer than this many, as long as the host holds them.
+    alpha: InfiniGen's rule (`budget.most_by_alpha`) in place of a mass, in units of logits, or None.
+    multiple: K is rounded up to one of this, which divides every host length; not together with a mass or alpha.
     """
 
     keep: float | int | None
     mass: float | None
     min_keep: int
+    alpha: float | None = None
+    multiple: int = 1
 
 
 @dataclass(frozen=True)

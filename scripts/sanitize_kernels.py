@@ -40,7 +40,7 @@ from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
-from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits
+from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits, most_by_alpha
 from hybridgen.selection.choose_kernel import choose_rows
 from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 from hybridgen.types import KeepRule, TokenSelection
@@ -80,7 +80,8 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator(device).manual_seed(0)
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
-    checks += (check_wide_choice, check_choices_in_half, check_sketch_scores, check_fetches, check_decoding_fetches)
+    checks += (check_wide_choice, check_choices_in_half, check_choices_by_alpha)
+    checks += (check_sketch_scores, check_fetches, check_decoding_fetches)
     checks += (check_attention, check_resident_attention, check_norms, check_writes)
     for check in checks:
         check(device, generator)
@@ -124,10 +125,15 @@ def check_choices(
 
 
 def check_long_choices(device: torch.device, generator: torch.Generator) -> None:
-    """Rows that are read again at each look, as those are that do not fit the registers; several blocks of them."""
-    most_held, choose_kernel.MOST_HELD = choose_kernel.MOST_HELD, 0
-    check_choices(device, generator, CHOICE_SHAPES[-2:])
-    choose_kernel.MOST_HELD = most_held
+    """Rows of several blocks by one program: in registers, and read again at each look where they do not fit.
+
+    A program a KV head is what many KV heads get: with few, many programs share the row (`check_choices`).
+    """
+    most_held, few = choose_kernel.MOST_HELD, choose_kernel.FEW_PROGRAMS
+    choose_kernel.FEW_PROGRAMS = 0
+    for choose_kernel.MOST_HELD in (most_held, 0):
+        check_choices(device, generator, CHOICE_SHAPES[-1:])
+    choose_kernel.MOST_HELD, choose_kernel.FEW_PROGRAMS = most_held, few
 
 
 def check_choice(chooser: Chooser, host: Tensor, limits: KeepLimits) -> None:
@@ -223,6 +229,28 @@ def check_choices_in_half(device: torch.device, generator: torch.Generator) -> N
         found, p = choose_rows(chooser.query, chooser.keys, chooser.empty, logits, limits, SCALE)
         twin, twin_p = choose_rows(chooser.query, chooser.keys, chooser.empty, whole, limits, SCALE)
         assert torch.equal(p, twin_p) and torch.equal(found.rows, twin.rows) and torch.equal(found.mass, twin.mass)
+
+
+def check_choices_by_alpha(device: torch.device, generator: torch.Generator) -> None:
+    """The most that is kept lies on the device, and is not what the limits say."""
+    rules = (KeepRule(None, None, 0, 3.0), KeepRule(0.2, None, 7, 2.0), KeepRule(None, None, 0, math.inf))
+    for batch, heads, group, rows, local_rows, _ in CHOICE_SHAPES:
+        scored = [max(0, rows - 61 * index) for index in range(batch)]
+        host = 2 * torch.randn(batch, heads, group, rows, generator=generator, device=device)
+        chooser = Chooser(batch, heads, group, local_rows, device, generator)
+        for rule in rules:
+            limits = keep_limits(rule, scored)
+            most = most_by_alpha(limits, chooser.local_logits, host)
+            logits = host.flatten(1, 2)
+            found, p = choose_rows(chooser.query, chooser.keys, chooser.empty, logits, limits, SCALE, most)
+            local_p = group_probabilities(chooser.local_logits, host, scored)[1]
+            twin = choose(limits, p, local_p, most)
+            assert torch.equal(found.counts, twin.counts) and torch.equal(found.counts, most.expand_as(found.counts))
+            assert rule.alpha != math.inf or most.flatten().tolist() == scored
+            torch.testing.assert_close(found.mass, twin.mass, rtol=0, atol=MASS_TOLERANCE)
+            for b, h in itertools.product(range(batch), range(heads)):
+                count = int(found.counts[b, h])
+                assert found.rows[b, h, :count].tolist() == sorted(twin.rows[b, h, :count].tolist()), (limits, b, h)
 
 
 def check_sketch_scores(device: torch.device, generator: torch.Generator) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridgen.kv_cache.device_sketch import product_to_float32
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import Ticket
 from hybridgen.types import LayerPlan, TokenSelection
@@ -97,7 +98,7 @@ def attention_logits(query: Tensor, keys: Tensor, invalid: Tensor | None, scale:
 
     invalid: bool, broadcast against [B, Hkv, 1, n]. What an invalid key holds does not matter.
     """
-    logits = _matmul_to_float32(query, keys.transpose(-1, -2)).mul_(scale)
+    logits = product_to_float32(query, keys.transpose(-1, -2)).mul_(scale)
     return logits if invalid is None else logits.masked_fill_(invalid, -torch.inf)
 
 
@@ -109,18 +110,7 @@ def joint_attention(logits: list[Tensor], values: list[Tensor]) -> Tensor:
     flash attention does. Returns [B, Hkv, G, d], float32.
     """
     weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).split([v.shape[2] for v in values], dim=-1)
-    context = _matmul_to_float32(weights[0].to(values[0].dtype) if values[0].is_cuda else weights[0], values[0])
+    context = product_to_float32(weights[0].to(values[0].dtype) if values[0].is_cuda else weights[0], values[0])
     for weight, value in zip(weights[1:], values[1:], strict=True):
-        context += _matmul_to_float32(weight.to(value.dtype) if value.is_cuda else weight, value)
+        context += product_to_float32(weight.to(value.dtype) if value.is_cuda else weight, value)
     return context
-
-
-def _matmul_to_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of [B, H, m, k] and [B, H, k, n], accumulated and returned in float32.
-
-    A GPU's matrix units do it from half-precision operands; elsewhere these are converted first.
-    """
-    if a.is_cuda and a.dtype != torch.float32:
-        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-        return product.view(*a.shape[:-1], b.shape[-1])
-    return torch.matmul(a.float(), b.float())

@@ -24,7 +24,7 @@ from hybridgen.attention.base import (
     joint_attention,
 )
 from hybridgen.attention.tiered import TieredAttention
-from hybridgen.kv_cache.host_keys import DeviceScan
+from hybridgen.kv_cache.device_sketch import DeviceScan
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
@@ -38,6 +38,7 @@ from hybridgen.selection.budget import (
     keep_all,
     keep_limits,
     mask_beyond,
+    most_by_alpha,
     nothing_to_choose,
 )
 from hybridgen.selection.candidates import Candidates, all_are_kept, candidate_sizes, trial_mass
@@ -208,9 +209,17 @@ class HybridAttention(TieredAttention):
 
         Rows are places among the n; p, where wanted, is float32 [B, Hkv, n].
         """
+        host, local = group_by_kv_head(host_logits.float(), self._spec.num_kv_heads), self._local_scores(query)
+        host_p, local_p = group_probabilities(local, host, limits.scored)
+        most = None if limits.alpha is None else most_by_alpha(limits, local, host)
+        return choose(limits, host_p, local_p, most), host_p
+
+    def _most_by_alpha(self, query: Tensor, host_logits: HostLogits, limits: KeepLimits) -> Tensor | None:
+        """For choosing kernels, which see the logits later: int64 [B, 1] in place of `limits.most`; None: no alpha."""
+        if limits.alpha is None:
+            return None
         host = group_by_kv_head(host_logits.float(), self._spec.num_kv_heads)
-        host_p, local_p = group_probabilities(self._local_scores(query), host, limits.scored)
-        return choose(limits, host_p, local_p), host_p
+        return most_by_alpha(limits, self._local_scores(query), host)
 
     def _bring(self, chosen: TokenSelection) -> None:
         """Have K and V of the chosen rows on the device when `_attend` wants them."""

@@ -23,7 +23,10 @@ class CpuHybridAttention(HybridAttention):
     def _select(
         self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
-        kv, p = self._kv, None
+        kv, p, numbers = self._kv, None, self._most_by_alpha(query, host_logits, limits)
+        if numbers is not None:
+            most = numbers.flatten().tolist()
+            limits = replace(limits, least=most, most=most, alpha=None)
         if want_p:
             p = torch.empty(query.shape[0], self._spec.num_kv_heads, host_logits.values.shape[2])
         return choose_rows(query, kv.keys, kv.empty, host_logits.float(), limits, self._spec.scale, p), p

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.attention.hybrid import HybridAttention, Scores
-from hybridgen.kv_cache.host_keys import DeviceScan
+from hybridgen.kv_cache.device_sketch import DeviceScan
 from hybridgen.selection.budget import KeepLimits
 from hybridgen.selection.choose_kernel import choose_rows
 from hybridgen.selection.host_logits import HostLogits
@@ -27,7 +27,7 @@ class CudaHybridAttention(HybridAttention):
         if self._candidates is not None:  # which are learned from every choice, by the host's leave
             return super()._selected(query, scores, limits)
         # What depends on the step is put on the device here: in a piece it would be what the capture saw.
-        sizes = (limits.widest, limits.mass, limits.extra_thousandths, *limits.scored)
+        sizes = (limits.widest, limits.mass, limits.extra_thousandths, limits.alpha, *limits.scored)
         inputs: tuple[object, ...] = (query, limits.on(query.device), *sizes)
         if isinstance(scores, DeviceScan):
             inputs += scores.inputs()
@@ -40,7 +40,8 @@ class CudaHybridAttention(HybridAttention):
         self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
         kv = self._kv
-        chosen, p = choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale)
+        most = self._most_by_alpha(query, host_logits, limits)
+        chosen, p = choose_rows(query, kv.keys, kv.empty, host_logits, limits, self._spec.scale, most)
         return chosen, p if want_p else None
 
     def _write_and_attend(

@@ -24,6 +24,8 @@ class StreamedAttention(TieredAttention):
 
     #: The next layer, whose rows are sent for when this one begins.
     following: StreamedAttention | None = None
+    #: Whether a layer's rows come ahead of it; if not, it waits for them before it does anything else.
+    ahead = True
 
     def __init__(
         self,
@@ -44,7 +46,9 @@ class StreamedAttention(TieredAttention):
     def choose(self) -> None:
         """The layer begins: the layer before the last has left the slot that the next one's rows go to."""
         self.bring()
-        if self.following is not None:
+        if not self.ahead:
+            self._wait_for_rows()
+        elif self.following is not None:
             self.following.bring()
 
     def bring(self) -> None:
@@ -70,9 +74,8 @@ class StreamedAttention(TieredAttention):
             self._arrival = self._transfer.stream_rows([keys, self._kv.host_values], lengths, targets)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
-        assert self._arrival is not None
-        with self._telemetry.span("link_wait", self._layer):
-            self._arrival.wait()
+        if self.ahead:
+            self._wait_for_rows()
         self._arrival = None
         kv, rows = self._kv, self._rows
 
@@ -87,3 +90,8 @@ class StreamedAttention(TieredAttention):
             context = self.pieces.run("attend", inputs, work, lasts=False)
         kv.grow()
         return self.pieces.hold("context", context.to(query.dtype).reshape(query.shape[0], -1))
+
+    def _wait_for_rows(self) -> None:
+        assert self._arrival is not None
+        with self._telemetry.span("link_wait", self._layer):
+            self._arrival.wait()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hybridgen.attention import native
 from hybridgen.attention.base import LayerAttention, attention_logits, group_by_kv_head, joint_attention
-from hybridgen.kv_cache.recall import QUERIES
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.transfer import Ticket, TransferEngine
@@ -39,7 +38,7 @@ class TieredAttention(LayerAttention):
         self._kv.load_past(sequence, keys, values)
 
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
-        self._kv.store(sequence, keys, values, queries[-QUERIES:], first_piece)
+        self._kv.store(sequence, keys, values, queries, first_piece)
         self.key_kind = self._kv.host_keys.kind
         while self._kv.notes:
             _log.warning("layer %d keeps %s: %s", self._layer, self.key_kind, self._kv.notes.pop(0))

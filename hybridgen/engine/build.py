@@ -6,7 +6,9 @@ then `obtain_weights`, then `LLM`. So an impossible job is refused before anythi
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from hybridgen.config import Config, with_settings
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
-from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_part
+from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_parts
 from hybridgen.kv_cache.layout import WindowLayout, device_shape, host_shape, tensor_bytes
+from hybridgen.kv_cache.partial_keys import Skews, skew_shape
 from hybridgen.kv_cache.quantize import ENCODED_AT_ONCE
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
@@ -30,6 +33,7 @@ from hybridgen.models.spec import LayerSpec, ModelSpec
 from hybridgen.models.tokenizer import has_tokenizer_files
 from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.offload.weights import HostWeights, WeightFootprint, host_weights, weight_footprint
+from hybridgen.output import check_output_path
 from hybridgen.placement.plan import GIB, MemoryPlan
 from hybridgen.types import DTYPES
 
@@ -161,9 +165,32 @@ def window_layout(config: Config) -> WindowLayout:
 def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
     """How the host keeps keys; dtype: the model's."""
     stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
-    if config.cache.sketch == "none":
-        return KeyStorage(stored)
-    return KeyStorage(stored, int(config.cache.sketch.removeprefix("int")), config.cache.sketch_home == "gpu")
+    sketch = None if config.cache.sketch == "none" else config.cache.sketch
+    on_device = sketch is not None and config.cache.sketch_home == "gpu"
+    return KeyStorage(stored, sketch, on_device, config.cache.partial_ratio)
+
+
+def skews(config: Config, weights: ObtainedWeights, modes: Sequence[LayerMode], device: torch.device) -> Skews | None:
+    """Skewing matrices of the layers with a host tier, where there are partial keys; ConfigError: of another model."""
+    if config.cache.sketch != "partial":
+        return None
+    layers = [layer for layer, mode in enumerate(modes) if mode != "resident"]
+    shapes = {layer: skew_shape(weights.spec.layers[layer]) for layer in layers}
+    if config.cache.partial_skew == "prompt":
+        return Skews(shapes, device)
+    file = Path(config.cache.partial_skew)
+    check_output_path("cache.partial_skew", file)
+    return Skews(shapes, device, file, _identity(weights))
+
+
+def _identity(weights: ObtainedWeights) -> str:
+    """Tells a checkpoint (and its dtype) from others, by numbers of its embeddings and norms."""
+    digest = hashlib.sha256(repr(weights.spec.layers).encode())
+    for name, tensor in sorted(weights.tensors.shared.items()):
+        flat = tensor.reshape(-1)
+        some = flat[:: max(1, flat.numel() // 4096)].float().cpu()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + some.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def prefill_chunk(config: Config, device: torch.device) -> int:
@@ -264,10 +291,13 @@ def plan_memory(
         keys = min(layer.num_kv_heads * head, max(ENCODED_AT_ONCE, head))
         # Making codes of keys, and judging them, takes several float32 copies of those that are encoded at a time
         # (measured: 5.9 and 2.8 times float16 keys).
-        if keys_as.sketch_bits is not None or keys_as.stored is torch.int8:
-            encoding = max(encoding, keys * (12 if keys_as.sketch_bits is not None else 6))
+        if keys_as.bits is not None or keys_as.stored is torch.int8:
+            encoding = max(encoding, keys * (12 if keys_as.bits is not None else 6))
         if keys_as.on_device:
-            sketches += tensor_bytes(*sketch_part(shape, keys_as))
+            sketches += sum(tensor_bytes(*part) for part in sketch_parts(shape, keys_as, dtype))
+        if keys_as.sketch == "partial":  # and the queries of one KV head, skewed, in float32
+            sketches += tensor_bytes(skew_shape(layer), torch.float32)
+            encoding = max(encoding, 8 * layer.group_size * head)
         if mode == "on_cpu":
             contexts = batch * layer.num_heads * (2 * layer.head_dim + 1) * 4
             name = "query and context for the CPU"

@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch
-from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import is_steered
 from hybridgen.engine.statistics import AttentionStatistics
 from hybridgen.telemetry import StepTimings, Telemetry
@@ -47,7 +46,7 @@ def generate(
     batch: Batch,
     logits: Tensor,
     max_new_tokens: int,
-    sampler: Sampler,
+    sampler: Callable[[Tensor], Tensor],
     ends: Callable[[list[int]], bool] = lambda ids: False,
     on_token: Callable[[list[int]], None] = lambda ids: None,
     interrupted: Callable[[], bool] = lambda: False,

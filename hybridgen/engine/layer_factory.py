@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -21,6 +22,7 @@ from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.kv_cache.host_keys import key_parts
 from hybridgen.kv_cache.layout import host_shape
+from hybridgen.kv_cache.partial_keys import Skews
 from hybridgen.kv_cache.resident import ResidentKV
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
@@ -52,9 +54,11 @@ class LayerFactory:
         device: torch.device,
         dtype: torch.dtype,
         memory: KVMemory,
+        skews: Skews | None = None,
     ) -> None:
+        """skews: of partial keys, where the config asks for these."""
         self._config, self._spec, self._modes = config, spec, modes
-        self._device, self._dtype, self._memory = device, dtype, memory
+        self._device, self._dtype, self._memory, self._skews = device, dtype, memory, skews
         self._layout = build.window_layout(config)
         self._keys_as = build.key_storage(config, dtype)
         self._lists = names_candidates(config)
@@ -113,7 +117,7 @@ class LayerFactory:
         threshold = self._layout.ageing_threshold(turn, self._spec.num_layers)
         kv = TieredKV(
             spec, sequences, capacity, self._layout, threshold, self._device, self._dtype, keys, values, transfer,
-            self._keys_as,
+            self._keys_as, None if self._skews is None else partial(self._skews.of, layer),
         )  # fmt: skip
         if mode == "on_cpu":
             return OnCpuAttention(layer, spec, kv, transfer, self._kernels, worker)
@@ -123,7 +127,9 @@ class LayerFactory:
                 stagings[spec] = Staging(
                     sequences, spec.num_kv_heads, host_rows, spec.head_dim, self._device, self._dtype
                 )
-            return StreamedAttention(layer, spec, kv, transfer, self._kernels, stagings[spec])
+            streamed = StreamedAttention(layer, spec, kv, transfer, self._kernels, stagings[spec])
+            streamed.ahead = self._config.attention.stream_ahead
+            return streamed
         predicts = mode == "lookahead"
         weighs = predicts and self._config.attention.lookahead == "logits"
         executor: type[HybridAttention] = LogitsHybridAttention if weighs else self._plain

@@ -17,7 +17,7 @@ from hybridgen.engine.batch import Batch
 from hybridgen.engine.llm import LLM
 from hybridgen.machine import MachineCeilings, limit_ms
 
-_CHOICE = ("_score", "_choose")  # kernels of the choice, which run beside the compute stream
+_SCORE = "_score"  # begins the name of what runs in the stream of the choice, beside the compute stream
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,9 @@ def kernel_ms(llm: LLM, batch: Batch, tokens: Tensor) -> float | None:
     if not events:
         log.warning("the profiler sees no GPU kernels: gpu_idle_fraction is not known")
         return None
-    compute = events[0].device_resource_id()
-    own = [event for event in events if event.device_resource_id() == compute or event.name().startswith(_CHOICE)]
+    streams = {events[0].device_resource_id()}
+    streams |= {event.device_resource_id() for event in events if event.name().startswith(_SCORE)}
+    own = [event for event in events if event.device_resource_id() in streams]
     return float(sum(event.duration_ns() for event in own)) / 1e6
 
 

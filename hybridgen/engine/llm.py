@@ -117,7 +117,8 @@ class LLM:
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk)
-        self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory)
+        skews = build.skews(config, weights, self.modes, self.device)
+        self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)
         self._tokenizer: Tokenizer | None = None
         #: Seconds until the GPU's libraries were ready; None where there is nothing to wait for.
         self.warm_up_s: float | None = None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from hybridgen.config import Config, with_settings
+from hybridgen.config import ON_GPU_ALONE, Config, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, exact_layers, layer_modes
@@ -120,7 +120,8 @@ def _open_settings(choice: ModelChoice, config: Config, free: Collection[str]) -
     """For each setting that is open, dearest first, what it may be, best first."""
     cuda, hybrid = choice.device.type == "cuda", config.attention.executor == "hybrid"
     found: list[list[Option]] = []
-    if hybrid and config.cache.sketch != "none" and config.cache.sketch_home == "auto":
+    two_homes = config.cache.sketch != "none" and config.cache.sketch not in ON_GPU_ALONE
+    if hybrid and two_homes and config.cache.sketch_home == "auto":
         # The GPU scores every token, so there is no scan to be shortened: feedback and a sketch there exclude
         # each other. A schedule that was asked for decides.
         homes: list[Option] = [{"cache.sketch_home": "gpu"}, {"cache.sketch_home": "host"}]

@@ -115,7 +115,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 def _kind_of_mass(llm: LLM, batch: Batch) -> str:
     """contracts.md, "covered_mass"."""
     by_candidates = any(layer.mode == "pre_qkt" for plan in batch.plans for layer in plan.layers)
-    if by_candidates or any("+int" in kind for kind in _key_types(batch).values()):
+    if by_candidates or any("+" in kind for kind in _key_types(batch).values()):
         return "estimated"
     return "exact" if llm.config.attention.lookahead == "off" else "predicted"
 
@@ -153,8 +153,11 @@ def _moved_in(stage: str, steps: Sequence[StepTimings]) -> float | None:
 
 def _median_ms(steps: Sequence[StepTimings], stage: str) -> float:
     """Median over the steps of the milliseconds of all layers: a first step that compiles is not of interest."""
-    timed = list(filter(_is_timed, steps))
-    return statistics.median(sum(step.stage_ms.get(stage, {}).values()) for step in timed) if timed else 0.0
+    spent = [
+        sum(step.stage_ms.get(stage, {}).values()) / (step.sampled.get(stage) or 1.0)
+        for step in filter(_is_timed, steps)
+    ]
+    return statistics.median(spent) if spent else 0.0
 
 
 def _is_timed(step: StepTimings) -> bool:

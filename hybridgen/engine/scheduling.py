@@ -28,6 +28,7 @@ from hybridgen.engine.schedule import (
 )
 from hybridgen.engine.schedule.paper import MOST_RATIO
 from hybridgen.errors import ConfigError
+from hybridgen.kv_cache.page_bounds import PAGE
 from hybridgen.selection.budget import keep_limits, most_kept
 from hybridgen.telemetry import StepTimings
 from hybridgen.types import KeepRule, StepPlan
@@ -37,7 +38,8 @@ OWN_WORK = ("predict", "qkv", "choose", "attention", "mlp")  # stages of a layer
 
 def keep_rule(config: Config) -> KeepRule:
     """What is kept of the host tier."""
-    return KeepRule(config.selection.keep, config.selection.keep_mass, config.selection.min_keep)
+    selection, multiple = config.selection, PAGE if config.cache.sketch == "pages" else 1
+    return KeepRule(selection.keep, selection.keep_mass, selection.min_keep, selection.alpha, multiple)
 
 
 def make_schedule(config: Config, modes: Sequence[LayerMode], random_weights: bool) -> Schedule:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridgen.kv_cache.device_sketch import DeviceScan, DeviceSketch, IntSketch
 from hybridgen.kv_cache.layout import AGEING_BLOCK
+from hybridgen.kv_cache.page_bounds import PageBounds, bounds_part
+from hybridgen.kv_cache.partial_keys import PartialKeys, Skewing, partial_parts
 from hybridgen.kv_cache.quantize import (
     dequantize_int8,
     head_groups,
@@ -21,48 +24,59 @@ from hybridgen.kv_cache.quantize import (
     make_sketch,
     quantize_int8,
     sketch_bytes,
-    sketch_logits,
 )
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
-from hybridgen.offload.logit_worker import ScannedKeys, ScanTicket
+from hybridgen.offload.logit_worker import ScannedKeys
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
-from hybridgen.selection.budget import per_sequence
-from hybridgen.selection.host_logits import HostLogits
 
 Shape = tuple[int, int, int, int]
+Part = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class KeyStorage:
-    """How the host keeps keys: `--key-type` (torch.int8 for `int8`), `--sketch` (bits, or None), `--sketch-home`."""
+    """How the host keeps keys: `--key-type` (torch.int8 for `int8`), `--sketch`, `--sketch-home`.
+
+    sketch: int4, int2, partial, pages or None; the last two lie on the device whatever `sketch_on_device` says.
+    """
 
     stored: torch.dtype
-    sketch_bits: int | None = None
+    sketch: str | None = None
     sketch_on_device: bool = False
+    partial_ratio: float = 0.2  # of `partial`: columns of its keys
 
     @property
     def on_device(self) -> bool:
         """Whether there is a sketch, and the device scores by it."""
-        return self.sketch_bits is not None and self.sketch_on_device
+        return self.sketch is not None and (self.sketch_on_device or self.bits is None)
+
+    @property
+    def bits(self) -> int | None:
+        """Of a sketch of codes."""
+        return {"int4": 4, "int2": 2}.get(self.sketch or "")
 
 
-def key_parts(shape: Shape, storage: KeyStorage) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def key_parts(shape: Shape, storage: KeyStorage) -> list[Part]:
     """Shape and type of every tensor that keys [B, Hkv, N, d] take in host memory."""
     batch, heads, rows, dim = shape
-    parts: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, storage.stored)]
+    parts: list[Part] = [(shape, storage.stored)]
     if storage.stored is torch.int8:
         parts += [((batch, heads, rows, 1), torch.float32), ((batch, heads, dim), torch.float32)]
-    if storage.sketch_bits is not None and not storage.on_device:
-        parts.append(sketch_part(shape, storage))
+    if storage.sketch is not None and not storage.on_device:
+        parts += sketch_parts(shape, storage, storage.stored)
     return parts
 
 
-def sketch_part(shape: Shape, storage: KeyStorage) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of the sketch of keys [B, Hkv, N, d]."""
+def sketch_parts(shape: Shape, storage: KeyStorage, dtype: torch.dtype) -> list[Part]:
+    """Shape and type of every tensor that the sketch of keys [B, Hkv, N, d] takes; dtype: the model's."""
+    if storage.sketch == "partial":
+        return partial_parts(shape, storage.partial_ratio, dtype)
+    if storage.sketch == "pages":
+        return [bounds_part(shape, dtype)]
     batch, heads, rows, dim = shape
-    assert storage.sketch_bits is not None
-    return (batch, heads, rows // AGEING_BLOCK, sketch_bytes(storage.sketch_bits, dim)), torch.uint8
+    assert storage.bits is not None
+    return [((batch, heads, rows // AGEING_BLOCK, sketch_bytes(storage.bits, dim)), torch.uint8)]
 
 
 def make_host_keys(
@@ -72,25 +86,38 @@ def make_host_keys(
     slab: HostSlab,
     transfer: TransferEngine,
     device: torch.device,
+    skewing: Skewing | None = None,
 ) -> HostKeys:
-    """Keys of this type, in memory that `slab` has for `key_parts`; dtype: the model's; device: of the computation."""
+    """Keys of this type, in memory that `slab` has for `key_parts`; dtype: the model's; device: of the computation.
+
+    skewing: of this layer, where the sketch is `partial`.
+    """
     keys: HostKeys
     if storage.stored is torch.int8:
         keys = Int8Keys(shape, dtype, slab, transfer)
     else:
         keys = PlainKeys(shape, storage.stored, dtype, slab, transfer)
-    if storage.sketch_bits is None:
+    if storage.sketch is None:
         return keys
-    size, dtype = sketch_part(shape, storage)
-    if storage.on_device:
-        return DeviceSketchedKeys(keys, storage.sketch_bits, torch.empty(size, dtype=dtype, device=device), transfer)
-    return SketchedKeys(keys, storage.sketch_bits, slab.take(size, dtype), transfer)
+    parts = sketch_parts(shape, storage, dtype)
+    if not storage.on_device:
+        assert storage.bits is not None
+        return HostSketchedKeys(keys, storage.bits, slab.take(*parts[0]), transfer)
+    # Zeroed: rows that are not there yet are scored with the others, and left out afterwards.
+    tensors = [torch.zeros(size, dtype=kind, device=device) for size, kind in parts]
+    if storage.sketch == "partial":
+        assert skewing is not None
+        return DeviceSketchedKeys(keys, PartialKeys(skewing, *tensors))
+    if storage.sketch == "pages":
+        return DeviceSketchedKeys(keys, PageBounds(*tensors))
+    assert storage.bits is not None
+    return DeviceSketchedKeys(keys, IntSketch(storage.bits, *tensors))
 
 
 class HostKeys(ABC):
     """Keys [B, Hkv, N, d] of the host tier, encoded on the device before they leave it."""
 
-    #: What the report says: the dtype, `int8`, with `+int2` or `+int4` for a sketch.
+    #: What the report says: the dtype, `int8`, with `+int2`, say, for a sketch.
     kind: str
     #: The rows themselves, where kernels may read them in place: any floating type.
     in_place: HostBuffer | None = None
@@ -116,8 +143,11 @@ class HostKeys(ABC):
         """All that it takes of the slab: `key_parts`."""
 
     @abstractmethod
-    def begin(self, sequence: int, keys: Tensor) -> None:
-        """The sequence's first tokens, [Hkv, n, d] without sinks: what is to be known of it before `store`."""
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
+        """What is to be known of a sequence before `store`.
+
+        keys: its first tokens', [Hkv, n, d] without sinks; queries: [m, Hq, d], of its first prompt, all of them.
+        """
 
     @abstractmethod
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
@@ -150,7 +180,7 @@ class PlainKeys(HostKeys):
     def buffers(self) -> list[HostBuffer]:
         return [self.in_place]
 
-    def begin(self, sequence: int, keys: Tensor) -> None:
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
         pass
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
@@ -197,7 +227,7 @@ class Int8Keys(HostKeys):
     def buffers(self) -> list[HostBuffer]:
         return [self._codes, self._scales, self._host_mean]
 
-    def begin(self, sequence: int, keys: Tensor) -> None:
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
         self._mean[sequence] = key_mean(keys.unsqueeze(0)).squeeze(0)
         target = self._host_mean.device_view[sequence]
         self._transfer.copy(target, self._mean[sequence], "d2h").wait_host()
@@ -241,22 +271,35 @@ class SketchedKeys(HostKeys):
 
     sketched = True
 
-    def __init__(self, keys: HostKeys, bits: int, sketch: HostBuffer, transfer: TransferEngine) -> None:
-        """sketch: for `sketch_part`."""
-        self.kind, self.in_place = f"{keys.kind}+int{bits}", keys.in_place
-        self.plain, self.sketch, self._bits, self._transfer = keys, sketch, bits, transfer
-
-    def scanned(self) -> ScannedKeys:
-        return ScannedKeys(f"int{self._bits}", self.sketch, None, None)
+    def __init__(self, keys: HostKeys, name: str) -> None:
+        self.kind, self.in_place, self.plain = f"{keys.kind}+{name}", keys.in_place, keys
 
     def exact(self) -> HostBuffer | ScannedKeys:
         return self.plain.scanned()
 
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
+        self.plain.begin(sequence, keys, queries)
+
+    def load(self, sequence: int, rows: int, out: Tensor) -> None:
+        self.plain.load(sequence, rows, out)
+
+    def fetch(self, values: HostBuffer, rows: Tensor, counts: Tensor, staging: Staging, layer: int) -> FetchTicket:
+        return self.plain.fetch(values, rows, counts, staging, layer)
+
+
+class HostSketchedKeys(SketchedKeys):
+    """The sketch lies beside the keys, and the CPU scores by it."""
+
+    def __init__(self, keys: HostKeys, bits: int, sketch: HostBuffer, transfer: TransferEngine) -> None:
+        """sketch: for `sketch_parts`."""
+        super().__init__(keys, f"int{bits}")
+        self.sketch, self._bits, self._transfer = sketch, bits, transfer
+
+    def scanned(self) -> ScannedKeys:
+        return ScannedKeys(f"int{self._bits}", self.sketch, None, None)
+
     def buffers(self) -> list[HostBuffer]:
         return [*self.plain.buffers(), self.sketch]
-
-    def begin(self, sequence: int, keys: Tensor) -> None:
-        self.plain.begin(sequence, keys)
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
         first = row // AGEING_BLOCK
@@ -267,61 +310,32 @@ class SketchedKeys(HostKeys):
         ]
         return copies + self.plain.store(sequence, row, keys)
 
-    def load(self, sequence: int, rows: int, out: Tensor) -> None:
-        self.plain.load(sequence, rows, out)
-
-    def fetch(self, values: HostBuffer, rows: Tensor, counts: Tensor, staging: Staging, layer: int) -> FetchTicket:
-        return self.plain.fetch(values, rows, counts, staging, layer)
-
 
 class DeviceSketchedKeys(SketchedKeys):
     """The sketch lies on the device, which scores by it: the CPU has nothing to scan."""
 
     on_device = True
 
-    def __init__(self, keys: HostKeys, bits: int, sketch: Tensor, transfer: TransferEngine) -> None:
-        super().__init__(keys, bits, HostBuffer(sketch, sketch), transfer)
+    def __init__(self, keys: HostKeys, sketch: DeviceSketch) -> None:
+        super().__init__(keys, sketch.name)
+        self.sketch = sketch
 
     def scanned(self) -> ScannedKeys:
         raise RuntimeError(f"{self.kind}: the sketch lies on the device, and the CPU cannot score by it")
 
     def device_scan(self, query: Tensor, lengths: list[int], scale: float) -> DeviceScan | None:
-        return DeviceScan(query, self.sketch.tensor, self._bits, lengths, scale)
+        return DeviceScan(query, self.sketch, lengths, scale)
 
     def buffers(self) -> list[HostBuffer]:
         return self.plain.buffers()
 
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
+        super().begin(sequence, keys, queries)
+        self.sketch.begin(sequence, queries)
+
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
-        first, blocks = row // AGEING_BLOCK, keys.shape[1] // AGEING_BLOCK
-        for heads in head_groups(keys):
-            made = make_sketch(keys[heads].unsqueeze(0), self._bits)[0]
-            self.sketch.tensor[sequence, heads, first : first + blocks] = made
+        self.sketch.store(sequence, row, keys)
         return self.plain.store(sequence, row, keys)
-
-
-class DeviceScan(ScanTicket):
-    """A scan by the device: it runs in the stream of whoever asks for the logits."""
-
-    def __init__(self, query: Tensor, sketch: Tensor, bits: int, lengths: list[int], scale: float) -> None:
-        self._query, self._sketch, self._bits, self._lengths, self._scale = query, sketch, bits, lengths, scale
-
-    def inputs(self) -> tuple[object, ...]:
-        """All that the logits depend on beside the query, on the device already."""
-        return self._sketch, per_sequence(self._lengths, self._query.device), max(self._lengths)
-
-    def logits(self) -> HostLogits:
-        return HostLogits(self.device_logits())
-
-    def device_logits(self) -> Tensor:
-        """float32 [B, Hq, n]."""
-        if self._query.is_cuda:
-            from hybridgen.kv_cache.sketch_kernel import score_sketch  # Triton: only where there is a GPU
-
-            return score_sketch(self._query, self._sketch, self._bits, self._lengths, self._scale)
-        return sketch_logits(self._query, self._sketch, self._bits, max(self._lengths), self._scale)
-
-    def release(self, after: Ticket) -> None:
-        pass
 
 
 class _Decoding(FetchTicket):

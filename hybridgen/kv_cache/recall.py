@@ -35,10 +35,12 @@ def adequate_storage(
 ) -> tuple[KeyStorage, list[str]]:
     """`storage` without what finds too little, and a line for each thing left out.
 
+    Not so `partial` and `pages`: these are others' methods as they stand, however well they find.
+
     queries: [n, Hq, d], the prompt's last; keys: [Hkv, m, d], without sinks; dtype: what int8 falls back to.
     """
     notes: list[str] = []
-    stored, bits = storage.stored, storage.sketch_bits
+    stored, sketch, bits = storage.stored, storage.sketch, storage.bits
 
     def finds_enough(kind: str, some: Tensor, made: Callable[[slice], Tensor]) -> bool:
         recall = top_recall(queries, some, made)
@@ -65,8 +67,8 @@ def adequate_storage(
             return read_sketch(make_sketch(blocks[heads].unsqueeze(0), kept), kept, keys.shape[2])[0]
 
         if not finds_enough(f"int{bits}", blocks, as_sketched):
-            bits = None
-    return replace(storage, stored=stored, sketch_bits=bits), notes
+            sketch = None
+    return replace(storage, stored=stored, sketch=sketch), notes
 
 
 def top_recall(queries: Tensor, keys: Tensor, stored: Callable[[slice], Tensor]) -> float | None:

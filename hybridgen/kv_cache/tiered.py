@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridgen.kv_cache.host_keys import HostKeys, KeyStorage, SketchedKeys, key_parts, make_host_keys
 from hybridgen.kv_cache.layout import AGEING_BLOCK, WindowLayout, device_shape, host_shape
-from hybridgen.kv_cache.recall import adequate_storage
+from hybridgen.kv_cache.partial_keys import Skewing
+from hybridgen.kv_cache.recall import QUERIES, adequate_storage
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.offload.transfer import Ticket, TransferEngine
@@ -34,8 +35,12 @@ class TieredKV:
         values_slab: HostSlab,
         transfer: TransferEngine,
         keys_as: KeyStorage | None = None,
+        skewing: Skewing | None = None,
     ) -> None:
-        """The slabs have room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`."""
+        """The slabs have room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`.
+
+        skewing: of this layer, for partial keys.
+        """
         self.layout = layout
         self.lengths = [0] * batch
         self.host_lengths = [0] * batch
@@ -45,11 +50,12 @@ class TieredKV:
         self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
         keys_as = keys_as or KeyStorage(dtype)
-        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer, device)
+        self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer, device, skewing)
         self.host_values = values_slab.take(shape, dtype)
         self.host_values.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite
         self.notes: list[str] = []  # on keys that are not stored as was asked for
         self._keys_as, self._shape, self._dtype, self._device = keys_as, shape, dtype, device
+        self._skewing = skewing
         self._ageing_threshold = ageing_threshold
         self._transfer = transfer
         self._arriving: list[Ticket] = []
@@ -119,7 +125,7 @@ class TieredKV:
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> None:
         """Take over a prefilled sequence: keys, values [Hkv, n, d], those beyond the length are new.
 
-        queries: [m, Hq, d], the last ones of the prompt; first_piece: tokens that the first prefill piece had.
+        queries: [m, Hq, d], those of the prompt; first_piece: tokens that the first prefill piece had.
         The host rows that are new are under way when this returns; `admit` waits for them.
         """
         self.admit()
@@ -128,8 +134,8 @@ class TieredKV:
         host = self.layout.host_rows(length)
         if not self.lengths[sequence]:
             if not any(self.lengths):
-                self._settle_keys(queries, keys[:, sinks:])
-            self.host_keys.begin(sequence, keys[:, sinks:first_piece])
+                self._settle_keys(queries[-QUERIES:], keys[:, sinks:])
+            self.host_keys.begin(sequence, keys[:, sinks:first_piece], queries)
         for new, local in ((keys, self.keys), (values, self.values)):
             local[sequence, :, :sinks][:, :length] = new[:, :sinks]
             row = sinks + host
@@ -174,7 +180,9 @@ class TieredKV:
         else:  # larger than what the slab has for them
             parts = key_parts(self._shape, settled)
             slab = HostSlab(sum(padded_bytes(*part) for part in parts), self._device)
-            self.host_keys = make_host_keys(self._shape, settled, self._dtype, slab, self._transfer, self._device)
+            self.host_keys = make_host_keys(
+                self._shape, settled, self._dtype, slab, self._transfer, self._device, self._skewing
+            )
         self._keys_as = settled
 
     def _ring_slices(self, start: int, count: int) -> list[slice]:

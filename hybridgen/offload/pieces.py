@@ -208,7 +208,7 @@ class CudaRecorder:
         # is not used beside another. The default stream, besides, cannot be captured.
         running = self._running.stream.cuda_stream
         if running not in self._streams:
-            self._streams[running] = torch.cuda.Stream(self._device, priority=self._running.stream.priority)
+            self._streams[running] = torch.cuda.Stream(self._device)
         stream = self._streams[running]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

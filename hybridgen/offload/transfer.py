@@ -33,7 +33,6 @@ from hybridgen.offload.pieces import (
 )
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
 
-FIRST = -1  # priority of the side streams
 STREAMS = ("h2d", "d2h", "choice", "beside", "weights", "assembly")  # of a GPU, beside the one that computes
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -310,9 +309,7 @@ class CudaTransfer(TransferEngine):
         self.clock = CudaClock(self._running)
         super().__init__(telemetry)
         self._device = device
-        # Before the compute stream: a choice is a chain of small kernels, each of which would wait for a place beside
-        # a large one, and a fetch, which takes longest, begins with the last of them.
-        self._streams = {name: torch.cuda.Stream(device, priority=FIRST) for name in STREAMS}
+        self._streams = {name: torch.cuda.Stream(device) for name in STREAMS}
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.recorder = CudaRecorder(device, self._running, list(self._streams.values())) if graphs else None
 

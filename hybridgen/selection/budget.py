@@ -33,7 +33,11 @@ def _share(fraction: float, host_length: int) -> int:
 
 def most_kept(rule: KeepRule, host_length: int) -> int:
     """The largest K that the rule can give: what staging must hold."""
-    return min(host_length, max(rule.min_keep, cap(rule, host_length)))
+    return min(host_length, _whole(max(rule.min_keep, cap(rule, host_length)), rule.multiple))
+
+
+def _whole(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class KeepLimits:
     scored: how many rows were scored, which are all there is to choose from. least, most: what the rule allows by
     the host's length, whatever was scored. With `mass` (below 1) the rule's own number is
     min(max(n, least), most), n the fewest scored rows, best first, that together with sinks and window hold it;
-    without, it is `most`. K = min(scored, ceil(that number x extra_thousandths / 1000)).
+    without, it is `most`. K = min(scored, ceil(that number x extra_thousandths / 1000)). With `alpha`, what stands for
+    `most` is known when the logits are: `most_by_alpha`, never more than `most`.
     """
 
     scored: list[int]
@@ -51,6 +56,7 @@ class KeepLimits:
     most: list[int]
     mass: float | None = None
     extra_thousandths: int = 1000
+    alpha: float | None = None
 
     def kept(self, count: int, scored: int) -> int:
         """K, where the rule's own number is `count`."""
@@ -73,8 +79,14 @@ def keep_limits(
     most = [most_kept(rule, length) for length in host_lengths]
     # All of the mass needs all of the tokens, rounding or not.
     mass = rule.mass if rule.mass is not None and rule.mass < 1.0 else None
-    least = most if mass is None else [min(length, rule.min_keep) for length in host_lengths]
-    return KeepLimits(list(host_lengths if scored is None else scored), least, most, mass, round(1000 * extra))
+    least, thousandths = most, round(1000 * extra)
+    if mass is not None or rule.alpha is not None:
+        least = [min(length, rule.min_keep) for length in host_lengths]
+    if rule.multiple > 1:  # of what is kept in the end
+        more = [_whole(-(-count * thousandths // 1000), rule.multiple) for count in most]
+        least = most = [min(*pair) for pair in zip(more, host_lengths, strict=True)]
+        thousandths = 1000
+    return KeepLimits(list(host_lengths if scored is None else scored), least, most, mass, thousandths, rule.alpha)
 
 
 def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
@@ -100,17 +112,39 @@ def group_probabilities(local_logits: Tensor, host_logits: Tensor, lengths: list
     return p[..., local_rows:].contiguous(), p[..., :local_rows].sum(-1)
 
 
-def choose(limits: KeepLimits, host_p: Tensor, local_p: Tensor) -> TokenSelection:
+def most_by_alpha(limits: KeepLimits, local_logits: Tensor, host_logits: Tensor) -> Tensor:
+    """InfiniGen's number of rows (OSDI'24, section 4.3): int64 [B, 1] for `choose`, on the device of the logits.
+
+    Of a query head those host rows count whose logit is above the head's largest less alpha, the largest being that of
+    sinks, window and host; as many are kept of every head as the mean over sequences and heads says, rounded down, but
+    no more than `most`, and no fewer than `least`. (The published Llama code takes the largest of head 0 for all heads;
+    here each has its own.) Where sequences differ in length the mean is one of shares: each keeps the part of its rows
+    that counts of all rows, so that an infinite alpha keeps them all. With equal lengths that is the same number.
+    local_logits: [B, Hkv, G, local rows], -inf where there is no token; host_logits: [B, Hkv, G, N].
+    """
+    assert limits.alpha is not None
+    host = mask_beyond(host_logits, limits.scored)
+    largest = torch.maximum(host.amax(-1), local_logits.amax(-1))
+    count = (host > (largest - limits.alpha).unsqueeze(-1)).sum()
+    scored, least, most = limits.on(host.device).chunk(3)
+    heads = host.shape[1] * host.shape[2]
+    share = torch.div(count * scored, scored.sum().clamp(min=1) * heads, rounding_mode="floor")
+    return torch.minimum(torch.maximum(share, least), most)
+
+
+def choose(limits: KeepLimits, host_p: Tensor, local_p: Tensor, most: Tensor | None = None) -> TokenSelection:
     """Keep the rows of highest p; ties go to the lower row.
 
     host_p: float32 [B, Hkv, N] >= 0, of the scored rows; local_p: [B, Hkv] (see `group_probabilities`).
-    The selection's rows are places among the N.
+    most: int64 [B, 1] in place of `limits.most`, and no more than that. The selection's rows are places among the N.
     """
     device = host_p.device
     chosen = best_first(host_p.view(torch.int32), limits.widest)
     p = torch.gather(host_p, -1, chosen)
 
-    most = per_sequence(limits.most, device)
+    is_known = limits.mass is None and most is None
+    if most is None:
+        most = per_sequence(limits.most, device)
     if limits.mass is None:
         counts = torch.zeros_like(local_p, dtype=torch.int64) + most
     else:
@@ -120,7 +154,7 @@ def choose(limits: KeepLimits, host_p: Tensor, local_p: Tensor) -> TokenSelectio
     if limits.extra_thousandths != 1000:
         counts = (counts * limits.extra_thousandths + 999) // 1000
     counts = torch.minimum(counts, per_sequence(limits.scored, device))
-    if limits.mass is not None and device.type == "cpu":  # no wait is needed to know what the fetch can leave out
+    if not is_known and device.type == "cpu":  # no wait is needed to know what the fetch can leave out
         used = int(counts.max())
         chosen, p = chosen[..., :used], p[..., :used]
 

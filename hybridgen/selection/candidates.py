@@ -36,7 +36,7 @@ def candidate_sizes(plan: LayerPlan, host_lengths: Sequence[int]) -> list[int] |
 
 def all_are_kept(limits: KeepLimits) -> bool:
     """Whether there are no more candidates than places, so that nothing needs to be scored."""
-    if limits.mass is not None:
+    if limits.mass is not None or limits.alpha is not None:
         return False
     return all(limits.kept(most, scored) == scored for most, scored in zip(limits.most, limits.scored, strict=True))
 

@@ -32,6 +32,8 @@ STRIDE_UNIT = 32  # logits: 128 bytes
 WARPS = 8
 WARPS_HELD = 16  # of more than SPLIT rows: 64 numbers a thread at most
 BITS = 30  # of a float from 0 to less than 2
+COUNT_BITS = 21  # of a number of rows, three of which are counted in 64 bits
+FEW_PROGRAMS = 32  # KV heads of all sequences: too few programs for a GPU
 
 
 # Whatever number changes as the run goes on must not have a kernel compiled anew: none is specialised on.
@@ -107,12 +109,30 @@ def _above(held, row, stride, bits, HELD: tl.constexpr, BLOCK: tl.constexpr):
     return count, mass
 
 
+@triton.jit
+def _three_counts(held, row, stride, first, second, third, HELD: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """How many rows have a p of at least these bits, each: the sums over a program's threads are what takes long."""
+    if HELD:
+        bits = held.to(tl.int32, bitcast=True)
+        seen = (bits >= first).to(tl.int64) + ((bits >= second).to(tl.int64) << BITS)
+        counts = tl.sum(seen + ((bits >= third).to(tl.int64) << (2 * BITS)), 0)
+    else:
+        sums = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, stride, BLOCK):
+            bits = tl.load(row + start + tl.arange(0, BLOCK)).to(tl.int32, bitcast=True)
+            sums += (bits >= first).to(tl.int64) + ((bits >= second).to(tl.int64) << BITS)
+            sums += (bits >= third).to(tl.int64) << (2 * BITS)
+        counts = tl.sum(sums, 0)
+    MOST: tl.constexpr = (1 << BITS) - 1
+    return (counts & MOST).to(tl.int32), ((counts >> BITS) & MOST).to(tl.int32), (counts >> (2 * BITS)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["extra_thousandths", "rows", "width", "host_splits", "splits", "sequences", "kv_heads"])
 def _choose(
     scratch, limits, chosen, padding, covered,
     mass, extra_thousandths, rows, width, host_splits, splits, sequences, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, BY_MASS: tl.constexpr, HELD: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    COUNT_BITS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, BLOCK)
@@ -168,10 +188,13 @@ def _choose(
     keep = tl.minimum((keep.to(tl.int64) * extra_thousandths + 999) // 1000, there_are).to(tl.int32)
 
     threshold = 0
-    for step in range(BITS):
-        candidate = threshold | (1 << (BITS - 1 - step))
-        enough, _ = _above(held, row, stride, candidate - 1, HELD, BLOCK)
-        threshold = tl.where(enough >= keep, candidate, threshold)
+    for step in range(BITS // 2):  # two bits at a time
+        bit = 1 << (BITS - 2 - 2 * step)
+        first, second, third = threshold + bit, threshold + 2 * bit, threshold + 3 * bit
+        of_first, of_second, of_third = _three_counts(held, row, stride, first, second, third, HELD, BLOCK, COUNT_BITS)
+        threshold = tl.where(of_first >= keep, first, threshold)
+        threshold = tl.where(of_second >= keep, second, threshold)
+        threshold = tl.where(of_third >= keep, third, threshold)
     above, _ = _above(held, row, stride, threshold, HELD, BLOCK)
 
     # Rows above the threshold, and the first of those at it, in ascending order: one scan counts both, 16 bits each.
@@ -212,13 +235,14 @@ def choose_rows(
     logits: Tensor | HostLogits,
     limits: KeepLimits,
     scale: float,
+    most: Tensor | None = None,
 ) -> tuple[TokenSelection, Tensor]:
     """`group_probabilities` and `choose` of budget.py; the rows come in ascending order. Second: p of the scored rows.
 
     query: [B, Hq, d]; keys: [B, Hkv, R, d], contiguous; empty: bool [B, 1, 1, R], slots without a token (not read).
     logits: [B, Hq, N], float32 or as they cross the link, with contiguous tokens and evenly spaced heads, of which the
-    first limits.scored[b] are read, once: they may lie in host memory. p: float32 [B, Hkv, N], 0 beyond what was
-    scored, not contiguous; the rows are places among the N.
+    first limits.scored[b] are read, once: they may lie in host memory. most: int64 [B, 1] in place of `limits.most`, no
+    more than that. p: float32 [B, Hkv, N], 0 beyond what was scored, not contiguous; the rows are places among the N.
     """
     batch, heads, dim = query.shape
     whole = logits if isinstance(logits, HostLogits) else HostLogits(logits)
@@ -238,6 +262,8 @@ def choose_rows(
         unit = 1
     assert batch == 1 or host_logits.stride(0) == heads * stride
     numbers = limits.on(device)
+    if most is not None:
+        numbers = torch.cat((numbers[: 2 * batch], most))
     # The rows of logits, those of p, then each piece's maximum and sum, in one piece of memory, as an allocation costs
     # the host about what a launch does. So with rows and counts of the result.
     padded = host_splits * split
@@ -246,7 +272,7 @@ def choose_rows(
     )
     chosen = torch.empty(programs * (width + 1), dtype=torch.int64, device=device)
     by_mass = limits.mass is not None
-    in_pieces = not by_mass and host_splits > 1
+    in_pieces = not by_mass and host_splits > 1 and programs < FEW_PROGRAMS
     counts = torch.empty(programs * LEVELS * BINS if in_pieces else 1, dtype=torch.int32, device=device)
     launch(
         _score, (batch * heads, splits),
@@ -274,7 +300,7 @@ def choose_rows(
                 limits.mass if limits.mass is not None else 1.0, limits.extra_thousandths,
                 rows, width, host_splits, splits, batch, kv_heads,
             ),
-            (heads // kv_heads, split, by_mass, held, BITS, block, min(block, PIECE)),
+            (heads // kv_heads, split, by_mass, held, BITS, COUNT_BITS, block, min(block, PIECE)),
             WARPS_HELD if block > SPLIT else WARPS,
         )  # fmt: skip
     selection = TokenSelection(

@@ -13,6 +13,7 @@ import torch
 from hybridgen.attention.streamed import StreamedAttention
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.statistics import AttentionStatistics
+from hybridgen.models.llama import LlamaModel
 from tests.equivalence.against_engine import LOGITS_TOLERANCE, engine
 from tests.equivalence.dense_simulation import Settings, prefill_host_length
 from tests.equivalence.test_forgotten_wait import forget, is_host_rows, is_query
@@ -23,7 +24,7 @@ NAME = "llama-gqa2"
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 6
 SETTINGS = Settings(keep=0.1, window=16)
 LENGTHS = (207, 12, 130)
-STRATEGIES = ("aog", "aoc")
+STRATEGIES = ("aog", "aoc", "offload-dense")
 
 
 def start(zoo: ModelZoo, llm: LLM, lengths: tuple[int, ...] = LENGTHS, room: int = 100) -> Any:
@@ -43,11 +44,11 @@ def test_bytes_and_budget(zoo: ModelZoo, strategy: str) -> None:
         llm.decode(batch, [3, 4, 5])
         statistics.observe(batch)
         timings = llm.telemetry.end_step()
-        assert set(llm.modes) == {"streamed" if strategy == "aog" else "on_cpu"}
+        assert set(llm.modes) == {"on_cpu" if strategy == "aoc" else "streamed"}
         assert {plan.mode for plan in batch.plans[0].layers} == {"all"}
     host = sum(prefill_host_length(length, 4, 16) for length in LENGTHS)
     kv = LAYERS * 2 * host * KV_HEADS * HEAD_DIM * 4
-    if strategy == "aog":
+    if strategy != "aoc":
         assert timings.bytes_moved == {"h2d": kv} and timings.stage_bytes["stream"] == kv
     else:
         query, context = LAYERS * 3 * HEADS * HEAD_DIM * 4, LAYERS * 3 * HEADS * (HEAD_DIM + 1) * 4
@@ -85,9 +86,14 @@ def test_no_host_tier_yet(zoo: ModelZoo, strategy: str) -> None:
         assert max(batches[0].micro_batches[0].layers[0]._kv.host_lengths) == 64
 
 
-def test_rows_are_sent_for_while_the_layer_before_computes(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_sent_for_while_the_layer_before_computes(
+    zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Or, without `attention.stream_ahead`, when the layer begins, which then waits before it does anything else."""
     events: list[tuple[str, int]] = []
-    bring, attend = StreamedAttention.bring, StreamedAttention.attend
+    bring, attend, wait = StreamedAttention.bring, StreamedAttention.attend, StreamedAttention._wait_for_rows
+    qkv = LlamaModel.qkv
 
     def noted_bring(self: Any) -> None:
         if self._arrival is None:
@@ -98,15 +104,30 @@ def test_rows_are_sent_for_while_the_layer_before_computes(zoo: ModelZoo, monkey
         events.append(("attend", self._layer))
         return attend(self, *arguments)
 
-    monkeypatch.setattr(StreamedAttention, "bring", noted_bring)
-    monkeypatch.setattr(StreamedAttention, "attend", noted_attend)
-    with engine(zoo.directory(NAME), SETTINGS, "aog") as llm:
+    def noted_wait(self: Any) -> None:
+        events.append(("wait", self._layer))
+        wait(self)
+
+    def noted_qkv(self: Any, layer: int, *arguments: Any) -> Any:
+        events.append(("qkv", layer))
+        return qkv(self, layer, *arguments)
+
+    strategy = "aog" if ahead else "offload-dense"
+    with engine(zoo.directory(NAME), SETTINGS, strategy, runtime__transfer="immediate") as llm:
         batch = start(zoo, llm)
+        monkeypatch.setattr(StreamedAttention, "bring", noted_bring)
+        monkeypatch.setattr(StreamedAttention, "attend", noted_attend)
+        monkeypatch.setattr(StreamedAttention, "_wait_for_rows", noted_wait)
+        monkeypatch.setattr(LlamaModel, "qkv", noted_qkv)
         for _ in range(2):
             llm.decode(batch, [3, 4, 5])
-    step = [("bring", 0)]
+    step = [("bring", 0)] if ahead else []
     for layer in range(LAYERS):
-        step += [("bring", layer + 1), ("attend", layer)] if layer + 1 < LAYERS else [("attend", layer)]
+        if ahead:
+            step += [("bring", layer + 1)] if layer + 1 < LAYERS else []
+            step += [("qkv", layer), ("attend", layer), ("wait", layer)]
+        else:
+            step += [("bring", layer), ("wait", layer), ("qkv", layer), ("attend", layer)]
     assert events == step * 2
 
 
@@ -116,8 +137,14 @@ def is_streamed(targets: list[torch.Tensor], direction: str) -> bool:
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("aog", is_streamed), ("aog", is_host_rows), ("aoc", is_query), ("aoc", is_host_rows)],
-    ids=["aog, streamed rows", "aog, aged rows", "aoc, query", "aoc, aged rows"],
+    [
+        ("aog", is_streamed),
+        ("aog", is_host_rows),
+        ("offload-dense", is_streamed),
+        ("aoc", is_query),
+        ("aoc", is_host_rows),
+    ],
+    ids=["aog, streamed rows", "aog, aged rows", "offload-dense, streamed rows", "aoc, query", "aoc, aged rows"],
 )
 def test_a_forgotten_wait_shows(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch, strategy: str, kind: Any) -> None:
     with engine(zoo.directory(NAME), SETTINGS, strategy) as llm:

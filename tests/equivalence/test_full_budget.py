@@ -81,7 +81,7 @@ def test_prefill_in_chunks(zoo: ModelZoo, chunk: int) -> None:
     assert_greedy_equals_transformers(zoo, "llama-gqa2", EVERYTHING, runtime__prefill_chunk=chunk)
 
 
-@pytest.mark.parametrize("strategy", ["full", "aog", "aoc"])
+@pytest.mark.parametrize("strategy", ["full", "aog", "aoc", "offload-dense"])
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_strategies_that_choose_nothing(zoo: ModelZoo, name: str, strategy: str) -> None:
     assert_greedy_equals_transformers(zoo, name, Settings(keep=0.1, window=16), strategy=strategy)
@@ -89,7 +89,7 @@ def test_strategies_that_choose_nothing(zoo: ModelZoo, name: str, strategy: str)
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("lengths", [(207,), (207, 12, 130)], ids=["batch 1", "ragged 3"])
-@pytest.mark.parametrize("strategy", ["aog", "aoc"])
+@pytest.mark.parametrize("strategy", ["aog", "aoc", "offload-dense"])
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_they_do_not_either_with_immediate_transfers(
     zoo: ModelZoo, name: str, strategy: str, lengths: tuple[int, ...], kernels: str
@@ -100,7 +100,7 @@ def test_they_do_not_either_with_immediate_transfers(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["full", "aog", "aoc"])
+@pytest.mark.parametrize("strategy", ["full", "aog", "aoc", "offload-dense"])
 def test_they_do_not_in_micro_batches_and_chunks(zoo: ModelZoo, strategy: str) -> None:
     assert_greedy_equals_transformers(
         zoo, "opt", EVERYTHING, strategy=strategy, runtime__micro_batch=2, runtime__prefill_chunk=50

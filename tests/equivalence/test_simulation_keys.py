@@ -206,13 +206,13 @@ def test_settle_is_what_recall_py_does(rows: int, huge: bool, sketch: Any, key_t
         turn = torch.arange(rows, dtype=torch.float64)
         keys[..., 0], keys[..., 8] = 300 * turn.cos(), 300 * turn.sin()
         queries[..., [0, 8]] = 0
-    asked = EngineStorage(torch.int8 if key_type == "int8" else torch.float32, {"int4": 4, "int2": 2}.get(sketch))
+    asked = EngineStorage(torch.int8 if key_type == "int8" else torch.float32, None if sketch == "none" else sketch)
     theirs, notes = adequate_storage(asked, torch.float32, queries.float(), keys.float())
     mine, close = settle(KeyStorage(key_type, sketch), queries.transpose(0, 1), keys)
     if not close:
         assert (mine.key_type == "int8", mine.sketch != "none") == (
             theirs.stored is torch.int8,
-            theirs.sketch_bits is not None,
+            theirs.sketch is not None,
         )
         assert bool(notes) == (mine != KeyStorage(key_type, sketch))
     if rows < 128:

@@ -53,6 +53,26 @@ def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: st
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
+@pytest.mark.parametrize("lookahead", ["select", "off"])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.alpha": 4.0, "selection.keep": 0.4},
+        {"cache.sketch": "partial", "cache.partial_ratio": 0.3, "selection.keep": 0.2},
+        {"cache.sketch": "pages", "selection.keep": 0.2},
+        {"cache.sketch": "pages", "selection.keep": 0.2, "cache.key_type": "int8"},
+    ],
+    ids=["alpha", "partial", "pages", "int8 pages"],
+)
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_greedy_tokens_by_partial_keys_and_pages(
+    name: str, scores: dict[str, object], lookahead: str, directory: Path
+) -> None:
+    model = save_tiny_model(name, directory)
+    overrides = {"attention.lookahead": lookahead, **scores}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
 @pytest.mark.parametrize("keep", [1.0, 0.2])
 @pytest.mark.parametrize("lookahead", ["select", "off"])
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))

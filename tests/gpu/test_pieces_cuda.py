@@ -74,6 +74,8 @@ WHOLE = {
         "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "delta",
         "model.exact_layers_mode": "select",
     },
+    "partial keys, alpha": {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.alpha": 50.0},
+    "pages, off": {"cache.sketch": "pages", "attention.lookahead": "off"},
 }  # fmt: skip
 
 

@@ -567,7 +567,7 @@ def test_without_the_hub_and_a_prompt_random_weights_stand_in(
     assert found["weights"] == "random"
     assert "somebody/opt-tiny" in found["weights_random_because"]
     assert found["text"] is None and found["generated_tokens"] == [2]
-    assert found["config"]["selection"] == {"keep": 0.1, "keep_mass": None, "min_keep": 64}
+    assert found["config"]["selection"] == {"keep": 0.1, "keep_mass": None, "min_keep": 64, "alpha": None}
 
 
 def test_the_deadline_of_the_hub_is_ten_seconds() -> None:

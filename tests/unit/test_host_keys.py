@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridgen.kv_cache.host_keys import HostKeys, KeyStorage, key_parts, make_host_keys
+from hybridgen.kv_cache.partial_keys import skew_matrix
 from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, quantize_int8
 from hybridgen.kv_cache.recall import adequate_storage, top_recall
 from hybridgen.kv_cache.staging import Staging
@@ -20,15 +21,20 @@ STORAGES = [
     KeyStorage(torch.float32),
     KeyStorage(torch.bfloat16),
     KeyStorage(torch.int8),
-    KeyStorage(torch.float16, 4),
-    KeyStorage(torch.int8, 2),
+    KeyStorage(torch.float16, "int4"),
+    KeyStorage(torch.int8, "int2"),
+    KeyStorage(torch.int8, "int2", sketch_on_device=True),
+    KeyStorage(torch.float32, "partial"),
+    KeyStorage(torch.float16, "pages"),
 ]
 FLOAT = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.int8: None}
 
 
 def made(storage: KeyStorage, transfer: TransferEngine) -> HostKeys:
     slab = HostSlab(sum(padded_bytes(*part) for part in key_parts(SHAPE, storage)), CPU, poison=True)
-    return make_host_keys(SHAPE, storage, torch.float32, slab, transfer, torch.device("cpu"))
+    return make_host_keys(
+        SHAPE, storage, torch.float32, slab, transfer, torch.device("cpu"), lambda queries: skew_matrix(queries, HEADS)
+    )
 
 
 def expected(keys: torch.Tensor, mean: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
@@ -43,9 +49,9 @@ def test_what_is_stored_comes_back(storage: KeyStorage, engine: type[TransferEng
     transfer = engine(Telemetry())
     host, generator = made(storage, transfer), torch.Generator().manual_seed(3)
     keys = torch.randn(BATCH, HEADS, 192, DIM, generator=generator) + 5 * torch.randn(1, HEADS, 1, DIM)
-    means = key_mean(keys[:, :, :100])
+    means, queries = key_mean(keys[:, :, :100]), torch.randn(100, 2 * HEADS, DIM, generator=generator)
     for sequence in range(BATCH):
-        host.begin(sequence, keys[sequence, :, :100])
+        host.begin(sequence, keys[sequence, :, :100], queries)
         for first, last in ((0, 128), (128, 192)):
             for ticket in host.store(sequence, first, keys[sequence, :, first:last]):
                 ticket.wait()
@@ -70,7 +76,8 @@ def test_what_is_stored_comes_back(storage: KeyStorage, engine: type[TransferEng
 def test_kinds() -> None:
     transfer = ImmediateTransfer(Telemetry())
     kinds = [made(storage, transfer).kind for storage in STORAGES]
-    assert kinds == ["float32", "bfloat16", "int8", "float16+int4", "int8+int2"]
+    assert kinds[:5] == ["float32", "bfloat16", "int8", "float16+int4", "int8+int2"]
+    assert kinds[5:] == ["int8+int2", "float32+partial", "float16+pages"]
 
 
 def queries_and_keys(kv_heads: int, group: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,14 +105,14 @@ def test_recall_by_the_definition() -> None:
 
 def test_ordinary_keys_are_quantised() -> None:
     queries, keys = queries_and_keys(2, 2, 512, seed=4)
-    for storage in (KeyStorage(torch.int8), KeyStorage(torch.float32, 4), KeyStorage(torch.int8, 2)):
+    for storage in (KeyStorage(torch.int8), KeyStorage(torch.float32, "int4"), KeyStorage(torch.int8, "int2")):
         assert adequate_storage(storage, torch.float32, queries, keys) == (storage, [])
 
 
 def test_a_large_bias_is_taken_off_by_the_mean() -> None:
     queries, keys = queries_and_keys(2, 2, 512, seed=5)
     keys[..., :3] += 100.0
-    storage = KeyStorage(torch.int8, 2)
+    storage = KeyStorage(torch.int8, "int2")
     assert adequate_storage(storage, torch.float32, queries, keys) == (storage, [])
 
 
@@ -114,13 +121,13 @@ def test_what_rotates_is_not_and_the_layer_keeps_its_type() -> None:
     queries, keys = queries_and_keys(2, 2, 512, seed=6)
     queries[..., :3] = 0.0  # nothing is asked of them
     keys[..., :3] = 400.0 * torch.sin(torch.arange(512) / 9.0).view(1, -1, 1)
-    kept, notes = adequate_storage(KeyStorage(torch.int8, 4), torch.bfloat16, queries, keys)
-    assert kept == KeyStorage(torch.bfloat16, 4), "a sketch has a scale for each channel"
+    kept, notes = adequate_storage(KeyStorage(torch.int8, "int4"), torch.bfloat16, queries, keys)
+    assert kept == KeyStorage(torch.bfloat16, "int4"), "a sketch has a scale for each channel"
     assert len(notes) == 1 and "no int8 keys" in notes[0] and "0.95" in notes[0]
 
 
 def test_a_sketch_that_finds_too_little_is_left_out() -> None:
     queries, keys = queries_and_keys(2, 2, 512, seed=7)
     keys[:, ::64] *= 300.0  # one token a block takes all of the range
-    kept, notes = adequate_storage(KeyStorage(torch.float16, 2), torch.float32, queries, keys)
+    kept, notes = adequate_storage(KeyStorage(torch.float16, "int2"), torch.float32, queries, keys)
     assert kept == KeyStorage(torch.float16) and "no int2 keys" in notes[0]

@@ -114,6 +114,31 @@ def test_a_sketch_asked_for_on_the_gpu_stays_there() -> None:
     assert values(found)["weights_on_gpu"] < 0.2
 
 
+@pytest.mark.parametrize(
+    ("sketch", "share"),
+    [
+        # Of the keys' bytes: columns, A[:, columns], A in float32.
+        ("partial", 25 / 128 + 25 / 32768 + 2 * 128 / 32768),
+        ("pages", 2 / 16),
+    ],
+)
+def test_partial_keys_and_pages_never_go_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, sketch: str, share: float
+) -> None:
+    asked: dict[str, Any] = {"cache.sketch": sketch, "selection.keep": 0.1, "selection.keep_mass": None}
+    asked |= {"cache.partial_ratio": 0.2}
+    for gib in (40, 12):
+        found = settled("opt-13b", 32768, gib, **asked)
+        assert found.plan.fits(gib * GIB, HOST) and "sketch_home" not in values(found)
+        assert found.config.cache.sketch_home == "gpu" and found.config.schedule.mode == "fixed"
+        tiered = sum(mode != "resident" for mode in found.modes)
+        keys = tiered * 2 * 40 * 128 * 32768  # bytes, but for what sinks and window have of them
+        assert found.plan.device["sketches of the host's keys"] == pytest.approx(share * keys, rel=0.03)
+    with pytest.raises(InsufficientMemoryError) as error:
+        admitted(monkeypatch, 140, **asked, **{"placement.gpu_memory_bytes": 2 * GIB})
+    assert "sketch_home" not in str(error.value)
+
+
 def test_what_is_given_is_not_changed() -> None:
     given: dict[str, Any] = {
         "cache.gpu_window": 1024, "model.exact_layers_mode": "resident", "runtime.prefill_chunk": 3000,

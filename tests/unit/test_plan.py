@@ -119,6 +119,29 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
     assert (found["KV of resident layers"] > 0) == (mode == "resident")
 
 
+@pytest.mark.parametrize("sketch", ["int2", "partial", "pages"])
+def test_the_plan_of_sketches_on_the_device(tiny: Path, sketch: str) -> None:
+    config = config_of(
+        tiny, model__dtype="bfloat16", model__exact_layers=[0, 3], cache__gpu_window=50, cache__sketch=sketch,
+        cache__sketch_home="gpu", selection__keep_mass=None,
+    )  # fmt: skip
+    batch, capacity = 3, 500
+    choice = build.choose_model(config)
+    modes = layer_modes(config, choice.spec.num_layers)
+    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    with LLM.from_parts(config, choice, build.obtain_weights(choice, config, needs_text=False), modes) as llm:
+        new = llm.new_batch([capacity] * batch)
+        llm.prefill(new, [[5, 6, 7]] * batch)  # which makes the skewing matrices
+        found = 0
+        for layer, mode in zip(new.micro_batches[0].layers, modes, strict=True):
+            if mode != "resident":
+                made: Any = layer._kv.host_keys.sketch  # type: ignore[attr-defined]
+                found += sum(tensor.nbytes for tensor in made.tensors())
+        skews: Any = llm._layers._skews
+        found += sum(matrix.nbytes for matrix in skews._matrices.values()) if skews is not None else 0
+    assert found == plan.device["sketches of the host's keys"] > 0
+
+
 @pytest.mark.parametrize("executor", ["streamed", "on_cpu"])
 @pytest.mark.parametrize("capacity", [500, 60])
 def test_the_plan_of_strategies_that_attend_to_all(tiny: Path, executor: str, capacity: int) -> None:

@@ -1,0 +1,76 @@
+"""What a strategy does, in words and bytes, for a model and a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hybridgen.config import Config
+from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.evaluation.byte_formulas import eviction_home, kept_by_eviction, step_bytes
+from hybridgen.models.spec import ModelSpec
+
+_RUNS = {
+    "full": "device",
+    "streamed": "device",
+    "on_cpu": "CPU; device for the window",
+    "hybrid": "device, over chosen rows",
+    "evicting": "device",
+}
+
+
+def describe_strategy(
+    name: str,
+    config: Config,
+    modes: Sequence[LayerMode],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    tokens: int,
+    on_cuda: bool,
+) -> list[str]:
+    """A row of the table: name, where attention runs, what is kept where, megabytes of a decode step.
+
+    `<=`: by what of the host's tokens is fetched at most.
+    """
+    moved = step_bytes(spec, config, modes, dtype, tokens, on_cuda)
+    is_bound = any(mode in ("select", "lookahead") for mode in modes) and _is_bound(config)
+    numbers = [moved.d2h, moved.h2d, moved.dram_read]
+    cells = [f"{number / 1e6:.2f}" for number in numbers]
+    if is_bound:
+        cells[1:] = [f"<= {cell}" for cell in cells[1:]]
+    executor: str = config.attention.executor
+    return [name, _RUNS.get(executor, executor), _kept(config, modes, tokens), *cells]
+
+
+def _kept(config: Config, modes: Sequence[str], tokens: int) -> str:
+    executor: str = config.attention.executor
+    cache = config.cache
+    if executor == "full":
+        return "all on the device"
+    if executor == "evicting":
+        kept = kept_by_eviction(config, tokens)
+        return f"{kept} tokens of each layer on the {eviction_home(config)}, the rest is dropped"
+    words = [f"{cache.sinks} + {cache.gpu_window} tokens on the device, the rest on the host"]
+    resident = modes.count("resident")
+    if resident:
+        words.append(f"{resident} of {len(modes)} layers on the device")
+    if cache.sketch != "none":
+        home = "device" if cache.sketch_home == "gpu" else "host" if cache.sketch.startswith("int") else "device"
+        words.append(f"{cache.sketch} of the keys on the {home}")
+    if executor == "hybrid":
+        selection = config.selection
+        chosen = [
+            f"{word} {value:g}"
+            for word, value in (("mass", selection.keep_mass), ("keep", selection.keep))
+            if value is not None
+        ]
+        what = "V" if config.attention.lookahead == "logits" else "K and V"
+        words.append(f"{what} fetched by {', '.join(chosen)}")
+    elif executor == "streamed":
+        words.append("all of which comes at every step")
+    return "; ".join(words)
+
+
+def _is_bound(config: Config) -> bool:
+    return config.selection.keep_mass is not None or getattr(config.selection, "alpha", None) is not None
