@@ -54,11 +54,32 @@ class AttentionConfig:
 
     # hybrid chooses host tokens; the others attend to all: full keeps them on the device, streamed brings them there at
     # every step, on_cpu has the CPU attend to them.
-    executor: Literal["hybrid", "full", "streamed", "on_cpu"] = "hybrid"
+    executor: Literal["hybrid", "full", "streamed", "on_cpu", "evicting"] = "hybrid"  # evicting: `eviction`
     stream_ahead: bool = True  # streamed: a layer's rows come while the layer before computes; no: when it begins
     lookahead: Literal["select", "logits", "off"] = "select"
     predictor: Literal["x", "delta"] = "x"  # what the next layer's query is predicted from: lookahead.md
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """Which tokens the executor `evicting` leaves (`selection/eviction`).
+
+    A float is a share of the prompt, an int a count. For StreamingLLM alone: `positions`, how far from a query a sink
+    is, and `prefill`, what a prompt's tokens attend to.
+    """
+
+    policy: str = "h2o"  # or keyformer, streaming_llm, snapkv
+    heavy: float | int = 0.1  # tokens of the highest scores
+    recent: float | int = 0.1  # the newest tokens (snapkv: of the prompt, those that vote)
+    sinks: int = 0  # the first tokens, whatever their score
+    home: Literal["device", "host"] = "device"  # where K and V of the kept tokens lie
+    # reindexed: as in the cache; original: as in the text; auto: the former where the model has RoPE.
+    positions: Literal["auto", "original", "reindexed"] = "auto"
+    prefill: Literal["dense", "windowed"] = "dense"  # dense: everything, then evict; windowed: sinks + recent
+    tau_init: float = 1.0  # keyformer: temperature of the scores, in the prompt ...
+    tau_end: float = 2.0  # ... and after run.gen decode steps
+    pool: int = 5  # snapkv: neighbouring keys whose votes are averaged
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -349,6 +371,18 @@ _RANGES: dict[str, tuple[str, Any]] = {
     ),
     "selection.min_keep": ("a count >= 0", lambda v: v >= 0),
     "selection.alpha": ("a difference of logits > 0", lambda v: v > 0),
+    "eviction.heavy": (
+        "a fraction in [0, 1] (with a decimal point) or a count >= 0",
+        lambda v: 0 <= v <= 1 if isinstance(v, float) else v >= 0,
+    ),
+    "eviction.recent": (
+        "a fraction in (0, 1] (with a decimal point) or a count >= 1",
+        lambda v: 0 < v <= 1 if isinstance(v, float) else v >= 1,
+    ),
+    "eviction.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
+    "eviction.tau_init": ("a temperature > 0", lambda v: v > 0),
+    "eviction.tau_end": ("a temperature > 0", lambda v: v > 0),
+    "eviction.pool": ("an odd number of keys >= 1", lambda v: v >= 1 and v % 2 == 1),
     "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
     "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
     "cache.partial_ratio": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
@@ -446,6 +480,11 @@ def _check_executor(config: Config) -> None:
         raise ConfigError(
             f"cache.sketch = {cache.sketch!r} with attention.executor = {executor!r}: every host token is attended to, "
             "so none is scored by a sketch (allowed: 'none')"
+        )
+    if executor == "evicting" and (cache.sketch != "none" or cache.key_type != "auto"):
+        raise ConfigError(
+            f"cache.sketch = {cache.sketch!r} and cache.key_type = {cache.key_type!r} with attention.executor = "
+            "'evicting': what is kept is kept as it is (allowed: 'none' and 'auto')"
         )
     if executor == "streamed" and cache.key_type != "auto":
         raise ConfigError(

@@ -45,7 +45,9 @@ _DEFAULTS = {
     "runtime.mass_probe_interval": MASS_PROBE_INTERVAL,
     "model.exact_layers_mode": "resident",
 }
-_KV_ITEMS = ("KV of resident layers", "KV of sinks and windows", "KV host tier")  # of a memory plan
+_KV_ITEMS = (
+    "KV of resident layers", "KV of sinks and windows", "KV that is not evicted", "KV host tier"
+)  # of a memory plan
 # word of --also -> dotted setting, how its text is read
 _VARIANT_WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "keep": ("selection.keep", parse_keep),
@@ -102,6 +104,7 @@ def _run(argv: list[str]) -> int:
             raise UnknownNameError("task", task, TASKS)
     settings = given_settings(arguments)
     settings = {path: Setting(value, "the default") for path, value in _DEFAULTS.items()} | settings
+    settings["run.gen"] = Setting(arguments.decode, "--decode")
     conditions = make_conditions(settings, arguments.also)
     config = _strategy(conditions).config
     if config.model.weights == "random":
@@ -168,10 +171,16 @@ def make_conditions(settings: Settings, also: Sequence[str]) -> list[Condition]:
     executor = base.attention.executor
     if also and executor != "hybrid":
         named = "strategy full" if executor == "full" else f"attention.executor = {executor!r}"
-        raise ConfigError(f"--also {also[0]}: {named} chooses nothing, so there is nothing to vary")
+        why = "evicts, and --also varies how host tokens are chosen" if executor == "evicting" else "chooses nothing"
+        raise ConfigError(f"--also {also[0]}: {named} {why}, so there is nothing to vary")
     if executor == "full":
         return [Condition("full attention", base)]
     configs = [base, *(build_config(merge_settings(settings, parse_variant(text))) for text in also)]
+    if executor == "evicting" and base.eviction.prefill == "windowed":
+        raise ConfigError(
+            "eviction.prefill = 'windowed': all conditions continue from full attention's prefill "
+            "(allowed here: 'dense')"
+        )
     full = replace(base, attention=replace(base.attention, executor="full"))
     return [
         Condition("full attention", full),
@@ -202,6 +211,9 @@ def parse_variant(text: str) -> Settings:
 def _name(config: Config, all_configs: Sequence[Config]) -> str:
     """What is chosen and by which query; window and min-keep where the conditions differ in them."""
     selection = config.selection
+    if config.attention.executor == "evicting":
+        eviction = config.eviction
+        return f"{eviction.policy}, sinks {eviction.sinks}, heavy {eviction.heavy}, recent {eviction.recent}"
     if config.attention.executor != "hybrid":
         return f"all tokens, {config.attention.executor}"
     words = [

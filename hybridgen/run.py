@@ -190,6 +190,9 @@ def left_open(settings: Settings) -> list[str]:
 def _wants_check(config: Config, tokens: int) -> bool:
     if config.attention.executor == "full" or config.model.weights == "random":
         return False
+    windowed = config.attention.executor == "evicting" and config.eviction.prefill == "windowed"
+    if windowed and config.run.check_answer is None:
+        return False  # full attention cannot go on from that prefill
     return tokens <= CHECK_CONTEXT if config.run.check_answer is None else config.run.check_answer
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridgen.kv_cache.device_sketch import product_to_float32
+from hybridgen.models.layers import causal_attention
+from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import Ticket
 from hybridgen.types import LayerPlan, TokenSelection
@@ -49,6 +51,10 @@ class LayerAttention(ABC):
     probed_mass: Tensor | None = None
     #: float32 [B, Hkv] each: what the plan's `trial_tokens` would have covered, where it was fully scanned.
     trial_masses: Sequence[Tensor] = ()
+    #: Whether a prompt's tokens attend to all before them, so that other strategies can take over their K and V.
+    prefills_densely: bool = True
+    #: Tokens of each sequence that the running step attended to, each KV head; None but where some are evicted.
+    attended: list[int] | None = None
 
     def submit(self, query: Tensor, plan: LayerPlan) -> None:
         """Start scoring the host's keys by query [B, Hq, d]; only called where `predicts`."""
@@ -75,9 +81,24 @@ class LayerAttention(ABC):
     def age(self) -> None:  # noqa: B027 - not abstract: without a host tier nothing ages
         """After attention: let the oldest window rows start for the host."""
 
+    @property
+    def kept_positions(self) -> Tensor | None:
+        """Positions of the tokens that are left, int64 [B, Hkv, n], in no order, below 0 for none; None: all are."""
+        return None
+
+    def past_rows(self, sequence: int, length: int) -> int:
+        """Rows that `load_past` gives of a sequence of `length` tokens."""
+        return length
+
     @abstractmethod
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Copy a sequence's tokens so far, in order, into the first rows of keys, values [Hkv, n, d]."""
+
+    def prompt_context(
+        self, sequence: int, queries: Tensor, keys: Tensor, values: Tensor, spec: LayerSpec, piece: int
+    ) -> Tensor:
+        """Attention of a sequence's new tokens; arguments and result as of `causal_attention`."""
+        return causal_attention(queries, keys, values, spec, piece)
 
     @abstractmethod
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
@@ -110,7 +131,12 @@ def joint_attention(logits: list[Tensor], values: list[Tensor]) -> Tensor:
     flash attention does. Returns [B, Hkv, G, d], float32.
     """
     weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).split([v.shape[2] for v in values], dim=-1)
-    context = product_to_float32(weights[0].to(values[0].dtype) if values[0].is_cuda else weights[0], values[0])
+    context = weighted_sum(weights[0], values[0])
     for weight, value in zip(weights[1:], values[1:], strict=True):
-        context += product_to_float32(weight.to(value.dtype) if value.is_cuda else weight, value)
+        context += weighted_sum(weight, value)
     return context
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights, float32 [B, Hkv, G, n], of values [B, Hkv, n, d]: float32 [B, Hkv, G, d]."""
+    return product_to_float32(weights.to(values.dtype) if values.is_cuda else weights, values)

@@ -92,7 +92,11 @@ def admit(
             f"what would fit: {_suggestion(choice, config, prompt_tokens, gen, batch, free)}"
         )
     config = settled.config
-    if config.attention.executor != "hybrid":
+    if config.attention.executor == "evicting":
+        notes.append("tokens are evicted for good: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
+        if any(build.reindexes(config, layer) for layer in choice.spec.layers):
+            notes.append("positions are those in the cache: eviction.positions = reindexed")
+    elif config.attention.executor != "hybrid":
         notes.append("every token is attended to: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
     full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):

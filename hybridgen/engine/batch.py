@@ -96,6 +96,10 @@ class Batch:
         """Tokens of each sequence."""
         return [length for micro_batch in self.micro_batches for length in micro_batch.lengths]
 
+    def all_layers(self) -> list[LayerAttention]:
+        """Of all micro-batches."""
+        return [layer for micro_batch in self.micro_batches for layer in micro_batch.layers]
+
     def next_plan(self) -> StepPlan:
         """Plan one more decode step; its plan is remembered."""
         self.plans.append(self.schedule.plan(len(self.plans)))
@@ -125,6 +129,18 @@ class Batch:
                 if attention.host_lengths is not None:
                     chosen.setdefault(layer, []).extend(self._positions(attention, len(micro_batch.members)))
         return chosen
+
+    def kept_positions(self) -> dict[int, list[list[list[int]]]]:
+        """Positions of the tokens that are left, ascending, by layer (those that evict), sequence and KV head."""
+        kept: dict[int, list[list[list[int]]]] = {}
+        for micro_batch in self.micro_batches:
+            for layer, attention in enumerate(micro_batch.layers):
+                if attention.kept_positions is not None:
+                    kept.setdefault(layer, []).extend(
+                        [sorted(position for position in head if position >= 0) for head in sequence]
+                        for sequence in attention.kept_positions.tolist()
+                    )
+        return kept
 
     def _positions(self, attention: LayerAttention, sequences: int) -> list[list[list[int]]]:
         selection = attention.selection

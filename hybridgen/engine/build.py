@@ -35,6 +35,8 @@ from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.offload.weights import HostWeights, WeightFootprint, host_weights, weight_footprint
 from hybridgen.output import check_output_path
 from hybridgen.placement.plan import GIB, MemoryPlan
+from hybridgen.selection.eviction import policy_of
+from hybridgen.selection.eviction.base import SCORED_AT_ONCE
 from hybridgen.types import DTYPES
 
 CUDA_RESERVE_BYTES = GIB * 6 // 10  # context, loaded kernels, library workspaces
@@ -193,6 +195,31 @@ def _identity(weights: ObtainedWeights) -> str:
     return digest.hexdigest()[:16]
 
 
+def reindexes(config: Config, layer: LayerSpec) -> bool:
+    """Whether an evicting layer counts positions as they are in the cache (`eviction.positions`)."""
+    asked = config.eviction.positions
+    if asked == "reindexed" and layer.rope is None:
+        raise ConfigError(
+            "eviction.positions = 'reindexed' with a model whose positions are added to the embeddings: keys cannot be "
+            "given other ones (allowed: 'auto', 'original')"
+        )
+    can = policy_of(config.eviction).reindexes and layer.rope is not None
+    return can and asked != "original"
+
+
+def most_kept_tokens(config: Config, capacity: int) -> int:
+    """Tokens of a sequence of up to `capacity` that an evicting layer holds between two steps, at the most."""
+    policy = policy_of(config.eviction)(config.eviction, 0, 0, 1)
+    room = 0 if policy.evicts_in_decode else config.run.gen
+    return min(capacity, policy.budget(capacity).total + room)
+
+
+def host_slots(config: Config, capacity: int) -> int:
+    """Slots of each KV head in host memory: how much of the capacity will be prompt is not known when it is taken."""
+    evicts = policy_of(config.eviction).evicts_in_decode
+    return (most_kept_tokens(config, capacity) if evicts else capacity) + 1
+
+
 def prefill_chunk(config: Config, device: torch.device) -> int:
     """Tokens of one prefill piece."""
     return config.runtime.prefill_chunk or (4096 if device.type == "cuda" else 2048)
@@ -274,11 +301,19 @@ def plan_memory(
     spec, dtype = choice.spec, choice.dtype
     layout, element, keys_as = window_layout(config), dtype.itemsize, key_storage(config, dtype)
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
+    kept = scoring = attending = 0
     resident = window = host = staging = logits = past = listed = sketches = encoding = streamed = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
         past = max(past, layer.kv_bytes_per_token(element) * capacity)
         if mode == "resident":
             resident += 2 * tensor_bytes(device_shape(layer, batch, capacity), dtype)
+            continue
+        if mode == "evicting":
+            slots, prompt, step = _evicting_bytes(layer, batch, capacity, config, choice)
+            kept, scoring, attending = kept + slots, max(scoring, prompt), max(attending, step)
+            if config.eviction.home == "host":
+                rows = tensor_bytes(device_shape(layer, batch, host_slots(config, capacity)), dtype)
+                host, streamed = host + 2 * rows, max(streamed, 4 * rows)
             continue
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
@@ -336,6 +371,8 @@ def plan_memory(
         "KV of resident layers": resident,
         "attention over resident KV": parts,
         "KV of sinks and windows": window,
+        "KV that is not evicted": kept,
+        "attention over what is kept": attending,
         "sketches of the host's keys": sketches,
         "fetched rows": staging,
         "streamed KV of two layers": streamed,
@@ -346,6 +383,7 @@ def plan_memory(
         "prefill: KV of one sequence": past * (2 if on_flash or repeated == 1 else 2 + repeated),
         "prefill: queries and context": 2 * capacity * attended * element,
         "prefill: keys in fewer bits": encoding,
+        "prefill: scores": scoring,
         "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,
         "LM head": batch * spec.vocab_size * 8,
     }
@@ -353,6 +391,27 @@ def plan_memory(
         plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
     plan.host = {"KV host tier": host, "candidates": listed, **plan.host}
     return place_weights(choice, config, plan)
+
+
+def _evicting_bytes(
+    layer: LayerSpec, batch: int, capacity: int, config: Config, choice: ModelChoice
+) -> tuple[int, int, int]:
+    """Of a layer that evicts, on the device: its slots; scoring a prompt and choosing of it; attention of a step."""
+    reindexes(config, layer)  # an error comes early
+    eviction, policy, slots = config.eviction, policy_of(config.eviction), most_kept_tokens(config, capacity) + 1
+    if eviction.home == "host":
+        slots = host_slots(config, capacity)
+    rows = batch * layer.num_kv_heads * slots
+    kept = rows * (8 + 4 + 1)  # position, score, closed
+    if eviction.home == "device":
+        kept += 2 * tensor_bytes(device_shape(layer, batch, slots), choice.dtype)
+    at_once = max(layer.num_heads * capacity, min(SCORED_AT_ONCE, layer.num_heads * capacity**2))
+    copies = 4 if eviction.prefill == "windowed" else policy.prompt_copies
+    chosen = layer.num_kv_heads * capacity * 40  # scores, positions, sort keys and their order
+    scoring = copies * at_once * 4 + chosen + capacity * layer.kv_bytes_per_token(choice.dtype.itemsize)
+    copied = 0 if choice.device.type == "cuda" or choice.dtype is torch.float32 else rows * layer.head_dim * 4
+    logits = batch * layer.num_heads * slots * 4 * (2 + policy.prompt_copies)
+    return kept, scoring, logits + rows * 24 + copied
 
 
 def _streamed_bytes(layer: LayerSpec, batch: int, rows: int, window: int, dtype: torch.dtype, kernels: Kernels) -> int:

@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 
 from hybridgen.attention.base import LayerAttention
+from hybridgen.attention.evicting import EvictingAttention
+from hybridgen.attention.evicting_host import HostEvictingAttention
 from hybridgen.attention.hybrid import HybridAttention
 from hybridgen.attention.hybrid_cpu import CpuHybridAttention
 from hybridgen.attention.hybrid_logits import LogitsHybridAttention
@@ -20,17 +22,21 @@ from hybridgen.config import Config
 from hybridgen.engine import build
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
+from hybridgen.kv_cache.compact import CompactKV
+from hybridgen.kv_cache.compact_host import HostCompactKV
 from hybridgen.kv_cache.host_keys import key_parts
-from hybridgen.kv_cache.layout import host_shape
+from hybridgen.kv_cache.layout import device_shape, host_shape
 from hybridgen.kv_cache.partial_keys import Skews
 from hybridgen.kv_cache.resident import ResidentKV
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
+from hybridgen.models.layers import inverse_frequencies
 from hybridgen.models.spec import LayerSpec, ModelSpec
 from hybridgen.offload.host_memory import HostSlab, KVPlacement, SlabPool, padded_bytes
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import TransferEngine
 from hybridgen.selection.candidates import Candidates
+from hybridgen.selection.eviction import policy_of
 
 
 @dataclass
@@ -78,11 +84,15 @@ class LayerFactory:
             if mode == "resident":
                 kv = ResidentKV(spec, sequences, capacity, self._device, self._dtype)
                 layers.append(ResidentAttention(spec, kv, self._kernels))
+            elif mode == "evicting":
+                layers.append(self._evicting(layer, spec, sequences, capacity, (keys, values), stagings))
             else:
                 layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
             layers[-1].pieces = self._memory.transfer.pieces()
         for attention, following in pairwise(layers):
             if isinstance(attention, StreamedAttention) and isinstance(following, StreamedAttention):
+                attention.following = following
+            if isinstance(attention, HostEvictingAttention) and isinstance(following, HostEvictingAttention):
                 attention.following = following
         return layers
 
@@ -91,14 +101,43 @@ class LayerFactory:
         shapes = [
             host_shape(spec, sequences, self._layout, capacity)
             for spec, mode in zip(self._spec.layers, self._modes, strict=True)
-            if mode != "resident"
+            if mode not in ("resident", "evicting")
         ]
         key_bytes = sum(padded_bytes(*part) for shape in shapes for part in key_parts(shape, self._keys_as))
         if self._lists:
             key_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
         value_bytes = sum(padded_bytes(shape, self._dtype) for shape in shapes)
+        if self._config.eviction.home == "host":
+            slots = build.host_slots(self._config, capacity) if "evicting" in self._modes else 0
+            evicting = [spec for spec, mode in zip(self._spec.layers, self._modes, strict=True) if mode == "evicting"]
+            size = sum(padded_bytes(device_shape(spec, sequences, slots), self._dtype) for spec in evicting)
+            key_bytes, value_bytes = key_bytes + size, value_bytes + size
         slabs, placed = self._memory.slabs, self._memory.placed
         return slabs.take(key_bytes, placed.keys), slabs.take(value_bytes, placed.values)
+
+    def _evicting(
+        self,
+        layer: int,
+        spec: LayerSpec,
+        sequences: int,
+        capacity: int,
+        slabs: tuple[HostSlab, HostSlab],
+        stagings: dict[LayerSpec, Staging],
+    ) -> LayerAttention:
+        config, run, transfer = self._config.eviction, self._config.run, self._memory.transfer
+        policy = policy_of(config)(config, layer, run.seed, run.gen)
+        frequencies = None
+        if build.reindexes(self._config, spec):
+            assert spec.rope is not None
+            frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self._device)
+        if config.home == "device":
+            kv = CompactKV(spec, sequences, self._device, self._dtype)
+            return EvictingAttention(layer, spec, kv, policy, transfer, capacity, frequencies)
+        shape = device_shape(spec, sequences, build.host_slots(self._config, capacity))
+        host = HostCompactKV(spec, shape, self._device, self._dtype, slabs, transfer)
+        if spec not in stagings:
+            stagings[spec] = Staging(*shape, self._device, self._dtype)
+        return HostEvictingAttention(layer, spec, host, policy, transfer, capacity, frequencies, stagings[spec])
 
     def _tiered(
         self,

@@ -6,11 +6,12 @@ from typing import Literal
 
 from hybridgen.config import Config, ModelConfig
 from hybridgen.errors import ConfigError
+from hybridgen.selection.eviction import policy_of
 
-LayerMode = Literal["resident", "streamed", "on_cpu", "select", "lookahead"]
+LayerMode = Literal["resident", "streamed", "on_cpu", "evicting", "select", "lookahead"]
 """resident: all KV on the device. streamed: the host's KV comes to the device at every step, whole. on_cpu: the CPU
-attends to it. select: tokens chosen by the true query, which is waited for. lookahead: tokens chosen by the query
-predicted from the previous layer's input."""
+attends to it. evicting: some tokens are left, of which all are attended to. select: tokens chosen by the true query,
+which is waited for. lookahead: tokens chosen by the query predicted from the previous layer's input."""
 
 
 def chooses(mode: LayerMode) -> bool:
@@ -24,17 +25,21 @@ def all_resident(num_layers: int) -> tuple[LayerMode, ...]:
 
 
 def layer_modes(config: Config, num_layers: int) -> tuple[LayerMode, ...]:
-    """One mode a layer. Layer 0 has no predecessor, so it is always exact.
+    """One mode a layer. Layer 0 has no predecessor, so it is always exact where queries are predicted.
 
     `auto` is resident, until a memory budget has decided (engine/memory_budget.py).
     """
     if config.attention.executor == "full":
         return all_resident(num_layers)
-    if config.attention.executor != "hybrid":
+    if config.attention.executor in ("streamed", "on_cpu"):
         return (config.attention.executor,) * num_layers
     unknown = [layer for layer in config.model.exact_layers if layer >= num_layers]
     if unknown and config.model.exact_layers != ModelConfig().exact_layers:
         raise ConfigError(f"model.exact_layers: {unknown} are no layers of this model (0 to {num_layers - 1})")
+    if config.attention.executor == "evicting":
+        policy_of(config.eviction)  # an error comes early
+        resident = [layer for layer in config.model.exact_layers if layer < num_layers]
+        return tuple("resident" if layer in resident else "evicting" for layer in range(num_layers))
     exact, asked = exact_layers(config, num_layers), config.model.exact_layers_mode
     resident = exact[: asked if isinstance(asked, int) else 0 if asked == "select" else len(exact)]
     other: LayerMode = "select" if config.attention.lookahead == "off" else "lookahead"

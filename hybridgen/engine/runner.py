@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch, last_rows
+from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.models.spec import LayerSpec
@@ -139,6 +140,11 @@ class Runner:
         several strategies continue from one prefill. progress: called with each finished layer.
         """
         self._check_room([batch, *mirrors], prompts)
+        if mirrors and not all(layer.prefills_densely for one in (batch, *mirrors) for layer in one.all_layers()):
+            raise ConfigError(
+                "eviction.prefill = 'windowed' beside other strategies that continue from the same prefill: what a "
+                "prompt's tokens attend to differs (allowed: 'dense')"
+            )
         states = [
             _PrefillState(self.model, micro_batch, [prompts[member] for member in micro_batch.members])
             for micro_batch in batch.micro_batches
@@ -165,8 +171,10 @@ class Runner:
         attention, chunk = state.micro_batch.layers[layer], self._prefill_chunk
         before = state.x[state.last]
         for sequence, (start, end) in enumerate(state.ranges):
-            past, length = state.past[sequence], state.lengths[sequence]
-            keys, values = places.next(spec, length)
+            past = attention.past_rows(sequence, state.past[sequence])
+            if mirrors and past != state.past[sequence]:
+                raise ValueError("mirrors of a batch that has evicted tokens: they would miss these")
+            keys, values = places.next(spec, past + end - start)
             if past:
                 attention.load_past(sequence, keys, values)
             queries = state.x.new_empty(end - start, spec.num_heads, spec.head_dim)
@@ -176,7 +184,7 @@ class Runner:
                 rows = slice(past + piece.start - start, past + piece.stop - start)
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
                 queries[piece.start - start : piece.stop - start] = query
-            context = causal_attention(queries, keys, values, spec, chunk)
+            context = attention.prompt_context(sequence, queries, keys, values, spec, chunk)
             for piece in pieces:
                 of_piece = context[piece.start - start : piece.stop - start]
                 state.x[piece] = model.finish(layer, weights, state.x[piece], of_piece)

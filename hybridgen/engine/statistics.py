@@ -35,6 +35,10 @@ class AttentionStatistics:
         selections: list[TokenSelection] = []
         for micro_batch in batch.micro_batches:
             for attention in micro_batch.layers:
+                if attention.attended is not None:
+                    fixed += sum(a / n for a, n in zip(attention.attended, micro_batch.lengths, strict=True))
+                    total += len(attention.attended)
+                    continue
                 host = attention.host_lengths or [0] * len(micro_batch.lengths)
                 fixed += sum((n - h) / n for n, h in zip(micro_batch.lengths, host, strict=True))
                 total += len(host)

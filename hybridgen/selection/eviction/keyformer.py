@@ -1,0 +1,83 @@
+"""Keyformer (Adnan et al., arXiv 2403.09054): as H2O, but the scores see what attention would be if it were sharper or
+blunter here and there.
+
+f = softmax((x + g) / tau) of the masked logits x, with g of a standard Gumbel distribution for each query head, query
+and key; a token's score is the sum of its f. tau = tau_init + t x (tau_end - tau_init) / T, where t is 0 in a prompt
+and grows by one a decode step (of T, `run.gen`). Attention itself is the plain softmax. Sum over the group, as in H2O.
+
+The noise is a hash of seed, layer, head, position of the query and of the key: it repeats, whatever lies beside it in
+a block or a batch. The official code draws anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridgen.config import EvictionConfig
+from hybridgen.selection.eviction.base import EvictionPolicy, Prompt, Step, blocks_of_logits
+
+
+class Keyformer(EvictionPolicy):
+    """Sums of a noisy softmax."""
+
+    prompt_copies = 6
+
+    def __init__(self, config: EvictionConfig, layer: int, seed: int, gen: int) -> None:
+        super().__init__(config, layer, seed, gen)
+        self._slope = (config.tau_end - config.tau_init) / gen
+        self._key = _mixed_seed(seed, layer)
+
+    def score_prompt(self, prompt: Prompt) -> Tensor:
+        scores = prompt.keys.new_zeros(prompt.positions.shape, dtype=torch.float32)
+        for queries, logits in blocks_of_logits(prompt):
+            asking = prompt.positions[0, queries].unsqueeze(-1)
+            asked = prompt.positions[:, None, None, : queries.stop]
+            noise = gumbel(self._key, _heads(logits).unsqueeze(-1), asking, asked)
+            f = torch.softmax(logits.add_(noise).div_(self.config.tau_init), dim=-1)
+            scores[:, : queries.stop] += f.sum(dim=(1, 2))
+        return scores
+
+    def gain(self, step: Step) -> Tensor:
+        noise = gumbel(self._key, _heads(step.logits[0]), step.index.view(-1, 1, 1, 1), step.positions.unsqueeze(2))
+        tau = self.config.tau_init + self._slope * step.steps.float().view(-1, 1, 1, 1)
+        return torch.softmax((step.logits + noise) / tau, dim=-1).sum(dim=2)
+
+
+def gumbel(key: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Noise, float32, of query heads, positions of queries and of keys, integers that are broadcast with each other.
+
+    key: what tells seeds and layers apart. Whole numbers up to the uniform draw, which has 23 bits: the same anywhere.
+    """
+    rows = _mixed(_mixed(queries.int() + key) + heads.int())
+    bits = _mixed(rows + _mixed(keys.int()))
+    uniform = (bits & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # exact, and neither 0 nor 1
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _heads(logits: Tensor) -> Tensor:
+    """Numbers of the query heads of logits [Hkv, G, ...]: [Hkv, G, 1]."""
+    heads, group = logits.shape[:2]
+    return torch.arange(heads * group, device=logits.device).view(heads, group, 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """int32 numbers scrambled (the finaliser of MurmurHash3); products wrap around, shifts bring no signs along."""
+    x = x ^ (x >> 16).bitwise_and_(0xFFFF)
+    x.mul_(_signed(0x85EBCA6B))
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF))
+    x.mul_(_signed(0xC2B2AE35))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _signed(bits: int) -> int:
+    """32 bits as the int32 that they are."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+def _mixed_seed(seed: int, layer: int) -> int:
+    words = torch.tensor([_signed(seed & 0xFFFFFFFF), _signed(seed >> 32), layer], dtype=torch.int32)
+    mixed = torch.zeros(1, dtype=torch.int32)
+    for word in words:
+        mixed = _mixed(mixed + word + _signed(0x9E3779B9))
+    return int(mixed)
