@@ -128,7 +128,7 @@ class EvictingAttention(LayerAttention):
             sinks = slice(0, self._sinks)  # these are their slots
             logits[..., sinks] = attention_logits(nearer, keys[:, :, sinks], empty[..., sinks], self._spec.scale)
         probabilities = torch.softmax(logits, dim=-1)
-        gain = self._policy.gain(Step(logits, probabilities, kv.positions, index, kv.steps))
+        gain = self._policy.gain(Step(logits, probabilities, kv.positions, kv.scores, index, kv.steps))
         if gain is not None:
             kv.scores += gain
         kv.steps += 1

@@ -61,13 +61,14 @@ class Step:
     """One decode step of a layer over its slots, the new token's among them.
 
     logits: float32 [B, Hkv, G, n], scaled, -inf where a slot is empty; probabilities: their softmax; positions: int64
-    [B, Hkv, n], below 0 where empty; index: int64 [B], of the new token; steps: int64 [B], decode steps since the
-    last prompt, before this one.
+    [B, Hkv, n], below 0 where empty; scores: float32 [B, Hkv, n], before this step; index: int64 [B], of the new token;
+    steps: int64 [B], decode steps since the last prompt, before this one.
     """
 
     logits: Tensor
     probabilities: Tensor
     positions: Tensor
+    scores: Tensor
     index: Tensor
     steps: Tensor
 

@@ -40,7 +40,7 @@ def test_it_is_as_short_as_it_says() -> None:
     assert sum(len(block.splitlines()) for block in (CODE, REGISTRATION, YAML)) <= 40
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama-gqa2", "opt"])
 def test_it_runs(zoo: ModelZoo, strategy: Path, name: str) -> None:
     """With room for all it is full attention; without, it keeps what had the highest probability."""
     prompts = [random_tokens(zoo.dense(name).vocab_size, n, seed=n) for n in (90, 33)]
@@ -65,8 +65,9 @@ def prompt_of(llm: LLM, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer 0's queries [n, Hq, d] and keys [Hkv, n, d]."""
     model, index = llm.model, torch.arange(len(prompt))
     positions = model.positions(index)
+    llm._machine.weights.issue(0)
     x = model.embed(torch.tensor(prompt), positions)
-    query, key, _ = model.qkv(0, model.layer_weights[0], x, positions)
+    query, key, _ = model.qkv(0, llm._machine.weights.wait(0), x, positions)
     return query, key.transpose(0, 1)
 
 
