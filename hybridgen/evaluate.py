@@ -19,8 +19,16 @@ import torch
 from tqdm import tqdm
 
 from hybridgen import __version__
-from hybridgen.cli import Parser, add_engine_flags, given_settings, parse_keep, run_command
-from hybridgen.config import Config, Setting, Settings, build_config, merge_settings
+from hybridgen.cli import Parser, add_engine_flags, assigned_settings, given_settings, parse_keep, run_command
+from hybridgen.config import (
+    Config,
+    Setting,
+    Settings,
+    build_config,
+    load_strategy,
+    merge_settings,
+    parse_assignment,
+)
 from hybridgen.engine import build
 from hybridgen.engine.admission import admit
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
@@ -48,6 +56,7 @@ _DEFAULTS = {
 _KV_ITEMS = (
     "KV of resident layers", "KV of sinks and windows", "KV that is not evicted", "KV host tier"
 )  # of a memory plan
+_STRATEGY = "strategy"  # word of --also: another one, under the same flags
 # word of --also -> dotted setting, how its text is read
 _VARIANT_WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "keep": ("selection.keep", parse_keep),
@@ -105,7 +114,7 @@ def _run(argv: list[str]) -> int:
     settings = given_settings(arguments)
     settings = {path: Setting(value, "the default") for path, value in _DEFAULTS.items()} | settings
     settings["run.gen"] = Setting(arguments.decode, "--decode")
-    conditions = make_conditions(settings, arguments.also)
+    conditions = make_conditions(settings, arguments.also, assigned_settings(arguments))
     config = _strategy(conditions).config
     if config.model.weights == "random":
         source = settings["model.weights"].source
@@ -148,7 +157,8 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="WORD=VALUE,...",
-        help=f"a further condition from the same prefill; words: {', '.join(_VARIANT_WORDS)}; repeatable",
+        help=f"a further condition from the same prefill; words: {_STRATEGY}, {', '.join(_VARIANT_WORDS)}, and "
+        "settings by their dotted names; repeatable",
     )
     add_engine_flags(parser, leave_out=("--seq", "--gen", "--batch", "--seed"))
     parser.add_argument("--report", type=Path, metavar="F", help="write a JSON report, anew after each batch")
@@ -162,21 +172,36 @@ def _count(text: str) -> int:
     return number
 
 
-def make_conditions(settings: Settings, also: Sequence[str]) -> list[Condition]:
+def make_conditions(settings: Settings, also: Sequence[str], assigned: Settings | None = None) -> list[Condition]:
     """Full attention, then the strategy of `settings`, then one condition an `--also`.
 
-    Strategy full is compared with nothing and stands alone.
+    assigned: the flags among the settings, which hold for another strategy of an `--also`, too. Strategy full is
+    compared with nothing and stands alone.
     """
     base = build_config(settings)
     executor = base.attention.executor
-    if also and executor != "hybrid":
-        named = "strategy full" if executor == "full" else f"attention.executor = {executor!r}"
-        why = "evicts, and --also varies how host tokens are chosen" if executor == "evicting" else "chooses nothing"
-        raise ConfigError(f"--also {also[0]}: {named} {why}, so there is nothing to vary")
     if executor == "full":
+        if also:
+            raise ConfigError(f"--also {also[0]}: strategy full is what all others are compared with, give another")
         return [Condition("full attention", base)]
-    configs = [base, *(build_config(merge_settings(settings, parse_variant(text))) for text in also)]
-    if executor == "evicting" and base.eviction.prefill == "windowed":
+    configs, names = [base], [""]
+    for text in also:
+        variant = parse_variant(text)
+        strategy = variant.pop(_STRATEGY, None)
+        given = settings
+        if strategy is not None:
+            given = merge_settings(load_strategy(str(strategy.value)), assigned or {})
+            given = {path: Setting(value, "the default") for path, value in _DEFAULTS.items()} | given
+            given["run.gen"] = settings.get("run.gen", Setting(base.run.gen, "the default"))
+        elif executor != "hybrid":
+            why = "evicts" if executor == "evicting" else "chooses nothing"
+            raise ConfigError(
+                f"--also {text}: attention.executor = {executor!r} {why}, and this varies how host tokens are chosen "
+                "(another strategy is allowed: strategy=NAME)"
+            )
+        configs.append(build_config(merge_settings(given, variant)))
+        names.append("" if strategy is None else f"{strategy.value}: ")
+    if any(config.attention.executor == "evicting" and config.eviction.prefill == "windowed" for config in configs):
         raise ConfigError(
             "eviction.prefill = 'windowed': all conditions continue from full attention's prefill "
             "(allowed here: 'dense')"
@@ -184,7 +209,7 @@ def make_conditions(settings: Settings, also: Sequence[str]) -> list[Condition]:
     full = replace(base, attention=replace(base.attention, executor="full"))
     return [
         Condition("full attention", full),
-        *(Condition(_name(config, configs), config) for config in configs),
+        *(Condition(name + _name(config, configs), config) for name, config in zip(names, configs, strict=True)),
     ]
 
 
@@ -194,12 +219,18 @@ def _strategy(conditions: Sequence[Condition]) -> Condition:
 
 
 def parse_variant(text: str) -> Settings:
-    """`keep=0.1,lookahead=off`: the words are those of the flags."""
+    """`keep=0.1,lookahead=off`: the words are those of the flags, `strategy`, or settings by their dotted names."""
     source, variant = f"--also {text}", Settings()
     for part in text.split(","):
         word, _, value = (piece.strip() for piece in part.partition("="))
+        if word == _STRATEGY:
+            variant[_STRATEGY] = Setting(value, source)
+            continue
+        if "." in word:
+            variant |= {path: Setting(setting.value, source) for path, setting in parse_assignment(part).items()}
+            continue
         if word not in _VARIANT_WORDS:
-            raise UnknownNameError(f"word in {source}:", word, _VARIANT_WORDS, "each as WORD=VALUE")
+            raise UnknownNameError(f"word in {source}:", word, [_STRATEGY, *_VARIANT_WORDS], "each as WORD=VALUE")
         path, read = _VARIANT_WORDS[word]
         try:
             variant[path] = Setting(read(value), source)

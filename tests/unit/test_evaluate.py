@@ -214,7 +214,7 @@ def test_a_short_text_is_told_how_many_passages_it_holds() -> None:
         (["--also", "keep"], "'' is no value for keep"),
         (["--also", "lookahead=never"], "from --also lookahead=never"),
         (["--also", "keep=2.0"], "from --also keep=2.0"),
-        (["--strategy", "full", "--also", "keep=0.1"], "strategy full chooses nothing"),
+        (["--strategy", "full", "--also", "keep=0.1"], "strategy full is what all others are compared with"),
         (["--strategy", "aoc", "--also", "keep=0.1"], "'on_cpu' chooses nothing"),
         (["--batch", "0"], "run.batch = 0 (from --batch)"),
         (["--context", "2500", "--set", "model.extend_positions=false"], "exceed"),
@@ -250,6 +250,22 @@ def test_conditions_use_the_words_of_the_flags() -> None:
     ]
     with pytest.raises(UnknownNameError, match="mass"):
         evaluate.parse_variant("mass=0.9")
+
+
+def test_conditions_of_other_strategies(run: Callable[..., dict[str, Any]]) -> None:
+    """From the same prefill, under the same flags; settings by their names."""
+    report = run(
+        "--keep", "0.1", "--set", "cache.sinks=2", "--also", "strategy=h2o,eviction.heavy=9,eviction.recent=0.25",
+        "--also", "strategy=aoc",
+    )  # fmt: skip
+    _, first, h2o, aoc = report["conditions"]
+    assert (h2o["config"]["attention"]["executor"], h2o["config"]["eviction"]["heavy"]) == ("evicting", 9)
+    assert h2o["config"]["eviction"]["recent"] == 0.25 and h2o["config"]["run"]["gen"] == DECODE
+    assert first["config"]["cache"]["sinks"] == h2o["config"]["cache"]["sinks"] == 2
+    assert h2o["name"].startswith("h2o: ") and aoc["name"].startswith("aoc: ")
+    rows = report["texts"][0]["results"]
+    assert rows[2]["budget"] < 1 and rows[2]["kl_nats_per_token"]["value"] > 1e-6
+    assert rows[3]["budget"] == 1 and rows[3]["kl_nats_per_token"]["value"] < 1e-7
 
 
 def test_the_plan_counts_every_condition(model: Path) -> None:
