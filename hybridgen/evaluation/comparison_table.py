@@ -73,7 +73,10 @@ def format_strategies(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_plot(content: Mapping[str, Any], path: Path) -> str | None:
-    """KL against ms/token, a labelled point a strategy. What is in the way, if it cannot be drawn."""
+    """KL against ms/token (p10 to p90), a labelled point a strategy. What is in the way, if it cannot be drawn.
+
+    Those that are full attention but for rounding stand on a line of their own below the others.
+    """
     points = [(entry["name"], entry["summary"]) for entry in content["strategies"] if entry["summary"] is not None]
     if not points:
         return "no strategy was measured"
@@ -83,17 +86,39 @@ def write_plot(content: Mapping[str, Any], path: Path) -> str | None:
         return "matplotlib is not installed"
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, summary in points:
-        at = (summary["decode_ms_per_token"]["median"], max(summary["kl_nats"], SMALLEST_KL))
-        axes.plot(*at, "o")
-        axes.annotate(name, at, textcoords="offset points", xytext=(5, 4), fontsize=8)
+    floor = min((s["kl_nats"] for _, s in points if s["kl_nats"] >= SMALLEST_KL), default=SMALLEST_KL) / 5
+    at: dict[str, tuple[float, float]] = {}
+    for index, (name, summary) in enumerate(points):
+        decode, is_exact = summary["decode_ms_per_token"], summary["kl_nats"] < SMALLEST_KL
+        at[name] = decode["median"], floor if is_exact else summary["kl_nats"]
+        spread = [[decode["median"] - decode["p10"]], [decode["p90"] - decode["median"]]]
+        axes.errorbar(*at[name], xerr=spread, fmt="s" if is_exact else "o", color=f"C{index % 10}", elinewidth=0.5)
+    axes.axhline(floor, color="grey", linewidth=0.5, linestyle=":")
     axes.set_yscale("log")
-    axes.margins(x=0.15)
-    axes.set_xlabel("ms/token, median")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.margins(x=0.15, y=0.08)
+    _label(axes, at)
+    axes.set_xlabel(f"ms/token: median, p10 to p90 (squares on the dotted line: KL below {SMALLEST_KL:.0e})")
     axes.set_ylabel(f"KL({content['reference']['strategy']} || strategy), nats/token")
     axes.set_title(f"{content['model']}, {content['prompt_tokens']} tokens, {content['weights']} weights")
     figure.savefig(path, dpi=150)
     return None
+
+
+def _label(axes: Any, at: Mapping[str, tuple[float, float]]) -> None:
+    """Names beside their points, where no other one is yet."""
+    taken: list[tuple[float, float, float]] = []  # left, right and height of the names so far, in pixels
+    for name, point in sorted(at.items(), key=lambda item: -item[1][1]):
+        x, y = axes.transData.transform(point)
+        width = 6.0 * len(name)
+        for right, up in ((7, 3), (7, -11), (-7 - width, 3), (-7 - width, -11), (7, 15), (7, -23)):
+            left, height = x + right, y + up
+            if all(left > other[1] or left + width < other[0] or abs(height - other[2]) > 11 for other in taken):
+                break
+        taken.append((left, left + width, height))
+        axes.annotate(name, point, textcoords="offset pixels", xytext=(right, up), fontsize=8)
 
 
 def _number(value: float | None, digits: int) -> str:
