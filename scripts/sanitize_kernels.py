@@ -42,6 +42,10 @@ from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
 from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits, most_by_alpha
 from hybridgen.selection.choose_kernel import choose_rows
+from hybridgen.selection.eviction.base import Prompt
+from hybridgen.selection.eviction.h2o import summed_probabilities
+from hybridgen.selection.eviction.keyformer import noisy_sums, prompt_bits
+from hybridgen.selection.eviction.prompt_scores_kernel import column_sums
 from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 from hybridgen.types import KeepRule, TokenSelection
 
@@ -69,6 +73,11 @@ CHOICES = [
 # batch, query heads, KV heads, channels
 ATTENTION_SHAPES = [(1, 2, 2, 128), (3, 4, 2, 80), (2, 3, 1, 64)]
 
+# query heads, KV heads, channels, keys, queries, dtype: blocks in part and in full, a further turn, one token
+PROMPT_SHAPES = [(2, 2, 128, 140, 140, torch.float16), (4, 2, 80, 150, 70, torch.float16)]
+PROMPT_SHAPES += [(2, 1, 64, 128, 128, torch.float32), (2, 2, 96, 131, 1, torch.float32)]
+PROMPT_SHAPES += [(1, 1, 24, 1, 1, torch.float16), (2, 1, 256, 65, 33, torch.float16)]
+
 
 def main() -> int:
     """Check all of them; returns the exit status."""
@@ -82,7 +91,7 @@ def main() -> int:
     checks = (check_choices, check_long_choices, check_nothing_to_choose, check_mass_out_of_reach)
     checks += (check_wide_choice, check_choices_in_half, check_choices_by_alpha)
     checks += (check_sketch_scores, check_fetches, check_decoding_fetches)
-    checks += (check_attention, check_resident_attention, check_norms, check_writes)
+    checks += (check_attention, check_resident_attention, check_prompt_scores, check_norms, check_writes)
     for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
@@ -349,6 +358,44 @@ def check_resident_attention(device: torch.device, generator: torch.Generator) -
         expected = joint_attention([logits], [values]).reshape(batch, heads, dim)
         torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(log_sum, torch.logsumexp(logits, -1).view(batch, heads), rtol=1e-5, atol=1e-5)
+
+
+def check_prompt_scores(
+    device: torch.device,
+    generator: torch.Generator,
+    shapes: Sequence[tuple[int, int, int, int, int, torch.dtype]] = PROMPT_SHAPES,
+) -> None:
+    """Column sums, with noise and without; what lies beyond the queries and the keys is NaN."""
+    for shape in shapes:
+        prompt = make_prompt(*shape, device, generator)
+        queries_a_head = shape[0] // shape[1] * shape[4]
+        bits = prompt_bits(-123456789, prompt)
+        for tau in (None, 1.0, 1.7):
+            found = column_sums(prompt, None if tau is None else (*bits, tau))
+            wanted = summed_probabilities(prompt) if tau is None else noisy_sums(prompt, *bits, tau)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+            # Each row of probabilities adds up to 1.
+            torch.testing.assert_close(found.sum(-1), torch.full_like(found[:, 0], queries_a_head), rtol=1e-4, atol=0)
+
+
+def make_prompt(
+    heads: int, kv_heads: int, dim: int, rows: int, new: int, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> Prompt:  # fmt: skip
+    """Of the keys before the new ones, each KV head holds a third, another one each."""
+    past = rows - new
+    queries = before_nan(torch.randn(new, heads, dim, generator=generator, device=device), dtype)
+    keys = before_nan(torch.randn(kv_heads, rows, dim, generator=generator, device=device), dtype)
+    held = torch.rand(kv_heads, 3 * past, generator=generator, device=device).argsort(-1)[:, :past].sort(-1).values
+    fresh = torch.arange(3 * past, 3 * past + new, device=device).expand(kv_heads, new)
+    positions = torch.cat((held, fresh), 1)
+    return Prompt(queries, keys, positions, 2.0 / dim**0.5, 3 * past + new)
+
+
+def before_nan(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy, followed in memory by as much again that is NaN, and by 200 rows more."""
+    memory = torch.full((2 * values.numel() + 200 * values.shape[-1],), math.nan, dtype=dtype, device=values.device)
+    return memory[: values.numel()].view(values.shape).copy_(values)
 
 
 def check_norms(device: torch.device, generator: torch.Generator) -> None:

@@ -407,6 +407,8 @@ def _evicting_bytes(
         kept += 2 * tensor_bytes(device_shape(layer, batch, slots), choice.dtype)
     at_once = max(layer.num_heads * capacity, min(SCORED_AT_ONCE, layer.num_heads * capacity**2))
     copies = 4 if eviction.prefill == "windowed" else policy.prompt_copies
+    if policy.prompt_kernel and choice.device.type == "cuda":
+        at_once, copies = layer.num_heads * capacity, 4  # sums of rows, numbers of queries and what makes them
     chosen = layer.num_kv_heads * capacity * 40  # scores, positions, sort keys and their order
     scoring = copies * at_once * 4 + chosen + capacity * layer.kv_bytes_per_token(choice.dtype.itemsize)
     copied = 0 if choice.device.type == "cuda" or choice.dtype is torch.float32 else rows * layer.head_dim * 4

@@ -88,6 +88,8 @@ class EvictionPolicy(ABC):
     reindexes: ClassVar[bool] = False
     #: float32 copies of a block of logits that `score_prompt` has at a time: for the memory plan.
     prompt_copies: ClassVar[int] = 3
+    #: Whether a GPU scores a prompt without any (`prompt_scores_kernel.py`).
+    prompt_kernel: ClassVar[bool] = False
 
     def __init__(self, config: EvictionConfig, layer: int, seed: int, gen: int) -> None:
         """layer, seed, gen (decode steps of a request): for policies that draw noise."""

@@ -19,11 +19,22 @@ from hybridgen.selection.eviction.base import EvictionPolicy, Prompt, Step, bloc
 class H2O(EvictionPolicy):
     """Column sums of the probabilities."""
 
+    prompt_kernel = True
+
     def score_prompt(self, prompt: Prompt) -> Tensor:
-        scores = prompt.keys.new_zeros(prompt.positions.shape, dtype=torch.float32)
-        for queries, logits in blocks_of_logits(prompt):
-            scores[:, : queries.stop] += torch.softmax(logits, dim=-1).sum(dim=(1, 2))
-        return scores
+        if prompt.keys.is_cuda:
+            from hybridgen.selection.eviction.prompt_scores_kernel import column_sums  # Triton: only where a GPU is
+
+            return column_sums(prompt)
+        return summed_probabilities(prompt)
 
     def gain(self, step: Step) -> Tensor:
         return step.probabilities.sum(dim=2)
+
+
+def summed_probabilities(prompt: Prompt) -> Tensor:
+    """Scores of a prompt, float32 [Hkv, n]."""
+    scores = prompt.keys.new_zeros(prompt.positions.shape, dtype=torch.float32)
+    for queries, logits in blocks_of_logits(prompt):
+        scores[:, : queries.stop] += torch.softmax(logits, dim=-1).sum(dim=(1, 2))
+    return scores

@@ -22,6 +22,7 @@ class Keyformer(EvictionPolicy):
     """Sums of a noisy softmax."""
 
     prompt_copies = 6
+    prompt_kernel = True
 
     def __init__(self, config: EvictionConfig, layer: int, seed: int, gen: int) -> None:
         super().__init__(config, layer, seed, gen)
@@ -29,14 +30,12 @@ class Keyformer(EvictionPolicy):
         self._key = _mixed_seed(seed, layer)
 
     def score_prompt(self, prompt: Prompt) -> Tensor:
-        scores = prompt.keys.new_zeros(prompt.positions.shape, dtype=torch.float32)
-        for queries, logits in blocks_of_logits(prompt):
-            asking = prompt.positions[0, queries].unsqueeze(-1)
-            asked = prompt.positions[:, None, None, : queries.stop]
-            noise = gumbel(self._key, _heads(logits).unsqueeze(-1), asking, asked)
-            f = torch.softmax(logits.add_(noise).div_(self.config.tau_init), dim=-1)
-            scores[:, : queries.stop] += f.sum(dim=(1, 2))
-        return scores
+        query_bits, key_bits = prompt_bits(self._key, prompt)
+        if prompt.keys.is_cuda:
+            from hybridgen.selection.eviction.prompt_scores_kernel import column_sums  # Triton: only where a GPU is
+
+            return column_sums(prompt, (query_bits, key_bits, self.config.tau_init))
+        return noisy_sums(prompt, query_bits, key_bits, self.config.tau_init)
 
     def gain(self, step: Step) -> Tensor:
         noise = gumbel(self._key, _heads(step.logits[0]), step.index.view(-1, 1, 1, 1), step.positions.unsqueeze(2))
@@ -49,10 +48,37 @@ def gumbel(key: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
     key: what tells seeds and layers apart. Whole numbers up to the uniform draw, which has 23 bits: the same anywhere.
     """
-    rows = _mixed(_mixed(queries.int() + key) + heads.int())
-    bits = _mixed(rows + _mixed(keys.int()))
-    uniform = (bits & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # exact, and neither 0 nor 1
+    return gumbel_of(_query_bits(key, heads, queries) + _mixed(keys.int()))
+
+
+def gumbel_of(bits: Tensor) -> Tensor:
+    """Noise, float32, of int32 numbers, the sums of those that stand for a query head's query and for a key."""
+    uniform = (_mixed(bits) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # exact, and neither 0 nor 1
     return uniform.log_().neg_().log_().neg_()
+
+
+def prompt_bits(key: int, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """Numbers for `gumbel_of` of a prompt's queries, int32 [Hq, m], and of its keys, int32 [Hkv, n]."""
+    new, heads = prompt.queries.shape[:2]
+    numbers = torch.arange(heads, device=prompt.positions.device).unsqueeze(-1)
+    return _query_bits(key, numbers, prompt.positions[0, -new:]), _mixed(prompt.positions.int())
+
+
+def noisy_sums(prompt: Prompt, query_bits: Tensor, key_bits: Tensor, tau: float) -> Tensor:
+    """Scores of a prompt, float32 [Hkv, n]; query_bits, key_bits: `prompt_bits`."""
+    scores = prompt.keys.new_zeros(prompt.positions.shape, dtype=torch.float32)
+    heads, rows = scores.shape
+    query_bits = query_bits.view(heads, -1, query_bits.shape[1], 1)
+    for queries, logits in blocks_of_logits(prompt):
+        past = rows - query_bits.shape[2]
+        bits = query_bits[:, :, queries.start - past : queries.stop - past] + key_bits[:, None, None, : queries.stop]
+        f = torch.softmax(logits.add_(gumbel_of(bits)).div_(tau), dim=-1)
+        scores[:, : queries.stop] += f.sum(dim=(1, 2))
+    return scores
+
+
+def _query_bits(key: int, heads: Tensor, queries: Tensor) -> Tensor:
+    return _mixed(_mixed(queries.int() + key) + heads.int())
 
 
 def _heads(logits: Tensor) -> Tensor:
