@@ -193,13 +193,8 @@ def make_conditions(settings: Settings, also: Sequence[str], assigned: Settings 
             given = merge_settings(load_strategy(str(strategy.value)), assigned or {})
             given = {path: Setting(value, "the default") for path, value in _DEFAULTS.items()} | given
             given["run.gen"] = settings.get("run.gen", Setting(base.run.gen, "the default"))
-        elif executor != "hybrid":
-            why = "evicts" if executor == "evicting" else "chooses nothing"
-            raise ConfigError(
-                f"--also {text}: attention.executor = {executor!r} {why}, and this varies how host tokens are chosen "
-                "(another strategy is allowed: strategy=NAME)"
-            )
         configs.append(build_config(merge_settings(given, variant)))
+        _check_variant(text, variant, configs[-1].attention.executor)
         names.append("" if strategy is None else f"{strategy.value}: ")
     if any(config.attention.executor == "evicting" and config.eviction.prefill == "windowed" for config in configs):
         raise ConfigError(
@@ -207,10 +202,28 @@ def make_conditions(settings: Settings, also: Sequence[str], assigned: Settings 
             "(allowed here: 'dense')"
         )
     full = replace(base, attention=replace(base.attention, executor="full"))
-    return [
-        Condition("full attention", full),
-        *(Condition(name + _name(config, configs), config) for name, config in zip(names, configs, strict=True)),
-    ]
+    conditions = [Condition("full attention", full)]
+    for name, config, text in zip(names, configs, ["", *also], strict=True):
+        name += _name(config, configs)
+        is_new = name not in [condition.name for condition in conditions]
+        conditions.append(Condition(name if is_new else f"{name} ({text})", config))
+    return conditions
+
+
+def _check_variant(text: str, variant: Settings, executor: str) -> None:
+    """ConfigError for what would have no effect, or one on more than the condition."""
+    if executor == "full":
+        raise ConfigError(f"--also {text}: strategy full is what all others are compared with, give another")
+    for path in variant:
+        section = path.split(".")[0]
+        if path != "model.exact_layers_mode" and section not in ("selection", "attention", "cache", "eviction"):
+            raise ConfigError(
+                f"--also {text}: {path} is the same for all conditions (allowed are settings of selection, attention, "
+                "cache and eviction, and model.exact_layers_mode)"
+            )
+        if (section == "eviction") != (executor == "evicting") or (section == "selection" and executor != "hybrid"):
+            why = {"evicting": "evicts", "hybrid": "evicts nothing"}.get(executor, "chooses nothing")
+            raise ConfigError(f"--also {text}: {path} has no effect, as attention.executor = {executor!r} {why}")
 
 
 def _strategy(conditions: Sequence[Condition]) -> Condition:

@@ -28,8 +28,9 @@ class LogitsHybridAttention(HybridAttention):
     def _select(
         self, query: Tensor, host_logits: HostLogits, limits: KeepLimits, want_p: bool
     ) -> tuple[TokenSelection, Tensor | None]:
+        host_logits = host_logits.on(query.device)
         chosen, p = super()._select(query, host_logits, limits, want_p)
-        host = mask_beyond(group_by_kv_head(host_logits.float(), self._spec.num_kv_heads), limits.scored)
+        host = mask_beyond(group_by_kv_head(host_logits.values, self._spec.num_kv_heads), limits.scored)
         rows = chosen.rows.unsqueeze(2).expand(-1, -1, host.shape[2], -1)
         self._host_logits = host.gather(-1, rows).masked_fill_(chosen.padding, -torch.inf)
         self._dropped_log_sum = None

@@ -338,13 +338,13 @@ def plan_memory(
             name = "query and context for the CPU"
             plan.host[name] = max(plan.host.get(name, 0), 2 * contexts)
             continue
-        kept = most_fetched(config, layout.host_rows(capacity))
-        rows = batch * layer.num_kv_heads * (kept + layout.rows)
+        fetched = most_fetched(config, layout.host_rows(capacity))
+        rows = batch * layer.num_kv_heads * (fetched + layout.rows)
         # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
-        encoded = 0 if keys_as.stored is dtype else kept * (layer.head_dim * keys_as.stored.itemsize + 4)
+        encoded = 0 if keys_as.stored is dtype else fetched * (layer.head_dim * keys_as.stored.itemsize + 4)
         staging = max(
             staging,
-            batch * layer.kv_bytes_per_token(element) * kept * 2
+            batch * layer.kv_bytes_per_token(element) * fetched * 2
             + 2 * batch * layer.num_kv_heads * encoded
             + rows * layer.head_dim * 8,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 LINK_TOKENS = 256  # that have one maximum, as in cpp_ext/kernels/scan.h
@@ -19,6 +20,11 @@ class HostLogits:
 
     values: Tensor
     maxima: Tensor | None = None
+
+    def on(self, device: torch.device) -> HostLogits:
+        """The same as float32, on the device to be read again and again."""
+        whole = self.float()
+        return HostLogits(whole.clone() if device.type == "cuda" and self.maxima is None else whole)
 
     def float(self) -> Tensor:
         """float32 [B, Hq, n]; from float16 on the device of the tensors, off by 2^-11 of the distance at most."""

@@ -181,7 +181,8 @@ class DenseEviction:
         if rules.policy == "h2o":
             self.scores[layer] += p.view(by_group).sum((1, 2))
         elif rules.policy == "keyformer":
-            tau = rules.tau_init + self.steps * (rules.tau_end - rules.tau_init) / rules.gen
+            t = 0 if prompt else min(self.steps + 1, rules.gen)
+            tau = rules.tau_init + t * (rules.tau_end - rules.tau_init) / rules.gen
             noise = gumbel(rules.seed, layer, model.heads, range(first, self.length), self.length)
             f = ((logits + noise) / tau).softmax(-1)
             self.scores[layer] += f.view(by_group).sum((1, 2))

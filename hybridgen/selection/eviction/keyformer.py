@@ -2,8 +2,9 @@
 blunter here and there.
 
 f = softmax((x + g) / tau) of the masked logits x, with g of a standard Gumbel distribution for each query head, query
-and key; a token's score is the sum of its f. tau = tau_init + t x (tau_end - tau_init) / T, where t is 0 in a prompt
-and grows by one a decode step (of T, `run.gen`). Attention itself is the plain softmax. Sum over the group, as in H2O.
+and key; a token's score is the sum of its f. tau = tau_init + t x (tau_end - tau_init) / T, where T is `run.gen`, and t
+is 0 in a prompt, 1 in the first decode step, and T at most. Attention itself is the plain softmax. Sum over the group,
+as in H2O.
 
 The noise is a hash of seed, layer, head, position of the query and of the key: it repeats, whatever lies beside it in
 a block or a batch. The official code draws anew.
@@ -26,7 +27,7 @@ class Keyformer(EvictionPolicy):
 
     def __init__(self, config: EvictionConfig, layer: int, seed: int, gen: int) -> None:
         super().__init__(config, layer, seed, gen)
-        self._slope = (config.tau_end - config.tau_init) / gen
+        self._slope, self._gen = (config.tau_end - config.tau_init) / gen, gen
         self._key = _mixed_seed(seed, layer)
 
     def score_prompt(self, prompt: Prompt) -> Tensor:
@@ -39,7 +40,7 @@ class Keyformer(EvictionPolicy):
 
     def gain(self, step: Step) -> Tensor:
         noise = gumbel(self._key, _heads(step.logits[0]), step.index.view(-1, 1, 1, 1), step.positions.unsqueeze(2))
-        tau = self.config.tau_init + self._slope * step.steps.float().view(-1, 1, 1, 1)
+        tau = self.config.tau_init + self._slope * (step.steps + 1).clamp(max=self._gen).float().view(-1, 1, 1, 1)
         return torch.softmax((step.logits + noise) / tau, dim=-1).sum(dim=2)
 
 
