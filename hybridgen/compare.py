@@ -38,7 +38,7 @@ from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.report import current_commit
 from hybridgen.errors import ConfigError, HybridGenError
-from hybridgen.evaluation.budgets import ATTENDS_TO_ALL, Split, with_budget, with_keep
+from hybridgen.evaluation.budgets import ATTENDS_TO_ALL, BudgetError, Split, with_budget, with_keep
 from hybridgen.evaluation.comparison import (
     UNTIMED_STEPS,
     Reference,
@@ -99,6 +99,7 @@ class _Job:
     budget: float | None
     keep: float | int | None
     assigned: Settings
+    given: bool  # whether what is kept of the host is among those
 
     @property
     def matched(self) -> str | None:
@@ -126,7 +127,7 @@ def _run(argv: list[str]) -> int:
             f"--gen {job.gen}: the first {UNTIMED_STEPS} steps are not timed, allowed is >= {UNTIMED_STEPS + 2}"
         )
     store = ComparisonStore(arguments.out)
-    contestants = [_prepare(job, name, given) for name, given in settings.items()]
+    contestants = _prepare_all(job, settings)
     reference = _reference(job)
     reference = _with_one_share(job, contestants, reference)
     if all(contestant.skipped for contestant in contestants):
@@ -140,7 +141,7 @@ def _run(argv: list[str]) -> int:
     weights = _load(job.choice, reference.config)
     if weights.kind == "random":
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): agreement and KL mean nothing for quality ***")
-        if job.budget is None and job.keep is None:
+        if job.budget is None and job.keep is None and not job.given:
             job.keep = RANDOM_KEEP
             _random_keep(job, contestants, settings)
             keys = _load_done(job, store, contestants)
@@ -186,6 +187,11 @@ def _job(arguments: argparse.Namespace) -> _Job:
         raise ConfigError(f"--budget {budget:g}: allowed is a fraction in (0, 1]")
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds}: allowed is a number >= 1")
+    if "attention.executor" in assigned:
+        raise ConfigError(
+            f"{assigned['attention.executor'].source}: the strategies decide that, and full attention is the "
+            "reference; name the strategy among --strategies"
+        )
     given = [path for path in assigned if path.startswith(("selection.keep", "selection.min_keep"))]
     if given and (budget is not None or keep is not None):
         flag = "--keep" if budget is None else "--budget"
@@ -195,7 +201,7 @@ def _job(arguments: argparse.Namespace) -> _Job:
     config = build_config(_over_defaults(assigned))
     choice = build.choose_model(config)
     tokens = planned_tokens(choice, config, None)
-    job = _Job(choice, tokens, config.run.gen, config.run.batch, arguments.rounds, budget, keep, assigned)
+    job = _Job(choice, tokens, config.run.gen, config.run.batch, arguments.rounds, budget, keep, assigned, bool(given))
     if config.model.weights == "random" and budget is None and keep is None and not given:
         print(f"random weights: attention mass means nothing, so --keep {RANDOM_KEEP} is used")
         job.keep = RANDOM_KEEP
@@ -231,10 +237,10 @@ def _matched(job: _Job, name: str, settings: Settings) -> tuple[Config, Split | 
 
 
 def _prepare(job: _Job, name: str, settings: Settings) -> Contestant:
-    """Settle its settings and see whether it fits. ConfigError: a budget that it cannot have."""
+    """Settle its settings and see whether it fits. BudgetError: a budget that it cannot have."""
     contestant = Contestant(name)
     try:
-        build_config(settings)  # a flag that the strategy cannot have
+        layer_modes(build_config(settings), job.choice.spec.num_layers)  # a flag that the strategy cannot have
     except HybridGenError as error:
         contestant.skip(error)
         return contestant
@@ -243,10 +249,32 @@ def _prepare(job: _Job, name: str, settings: Settings) -> Contestant:
     return contestant
 
 
-def _admit(job: _Job, contestant: Contestant) -> None:
+def _prepare_all(job: _Job, settings: dict[str, Settings]) -> list[Contestant]:
+    """All of them. ConfigError: a budget that some cannot have, with the smallest for each and for all."""
+    contestants: list[Contestant] = []
+    refused: dict[str, BudgetError] = {}
+    for name, given in settings.items():
+        try:
+            contestants.append(_prepare(job, name, given))
+        except BudgetError as error:
+            refused[name] = error
+    if len(refused) == 1:
+        raise next(iter(refused.values()))
+    if refused:
+        each = ", ".join(f"{name} {error.smallest:.4f}" for name, error in refused.items())
+        raise ConfigError(
+            f"--budget {job.budget:g}: {len(refused)} strategies attend to more in any case; the smallest possible: "
+            f"{each}; the smallest possible for all is {max(error.smallest for error in refused.values()):.4f}"
+        )
+    return contestants
+
+
+def _admit(job: _Job, contestant: Contestant, limits: tuple[int | None, int] | None = None) -> None:
+    """limits: of the admission before the weights were loaded."""
     assert contestant.config is not None
+    more: dict[str, Any] = {} if limits is None else {"limits": limits}
     try:
-        admission = admit(job.choice, contestant.config, job.tokens, job.gen, job.batch)
+        admission = admit(job.choice, contestant.config, job.tokens, job.gen, job.batch, **more)
     except HybridGenError as error:
         contestant.skip(error)
         return
@@ -263,6 +291,7 @@ def _reference(job: _Job) -> Contestant:
         print(f"reference: {name} does not do, {reference.skipped}")
     if reference.error is not None:
         raise reference.error
+    assert reference.attends_to_all
     return reference
 
 
@@ -286,7 +315,7 @@ def _with_one_share(job: _Job, contestants: list[Contestant], reference: Contest
 
 
 def _random_keep(job: _Job, contestants: list[Contestant], settings: dict[str, Settings]) -> None:
-    """The weights came out random: what is kept, is so by count. Less is kept than was admitted."""
+    """The weights came out random: what is kept, is so by count. That may be more than was admitted."""
     print(f"random weights: attention mass means nothing, so --keep {RANDOM_KEEP} is used")
     for contestant in contestants:
         if contestant.admission is not None and contestant.config is not None:
@@ -295,6 +324,7 @@ def _random_keep(job: _Job, contestants: list[Contestant], settings: dict[str, S
             contestant.config = replace(
                 changed, model=placed.model, placement=placed.placement, cache=placed.cache, runtime=placed.runtime
             )
+            _admit(job, contestant, contestant.admission.limits)
 
 
 def _load_done(job: _Job, store: ComparisonStore, contestants: list[Contestant]) -> dict[str, str]:
@@ -467,9 +497,12 @@ def _strategy_table(job: _Job, settings: dict[str, Settings]) -> str:
     choice, on_cuda = job.choice, job.choice.device.type == "cuda"
     rows = []
     for name, given in settings.items():
-        config, _ = _matched(job, name, given)
-        modes = layer_modes(config, choice.spec.num_layers)
-        rows.append(describe_strategy(name, config, modes, choice.spec, choice.dtype, job.tokens, on_cuda))
+        try:
+            config, _ = _matched(job, name, given)
+            modes = layer_modes(config, choice.spec.num_layers)
+            rows.append(describe_strategy(name, config, modes, choice.spec, choice.dtype, job.tokens, on_cuda))
+        except HybridGenError as error:
+            rows.append([name, f"refused: {_short(error)}"])
     dtype = str(choice.dtype).removeprefix("torch.")
     title = f"{choice.spec.name}, {dtype}, {job.batch} x {job.tokens} tokens; bytes of a decode step, 1 MB = 10^6"
     return f"{title}\n\n{format_strategies(rows)}"

@@ -67,14 +67,17 @@ def admit(
     batch: int,
     wants_check: bool = False,
     free: Collection[str] = (),
+    limits: tuple[int | None, int] | None = None,
 ) -> Admission:
     """Plan the job; InsufficientMemoryError holds the plan and what would fit.
 
     free: settings without an `auto` that nobody gave, see `memory_budget.WITHOUT_AUTO`.
+    limits: those of an earlier admission, where the weights, which the plan counts, have been loaded since; None: by
+    what is free now.
     """
     capacity = prompt_tokens + gen
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
-    limits = build.memory_limits(config, choice.device)
+    limits = limits or build.memory_limits(config, choice.device)
     asked = config.placement.gpu_memory_bytes
     if asked is not None and choice.device.type != "cuda":
         notes.append("there is no GPU: --gpu-memory has no effect")

@@ -2,8 +2,8 @@
 
 Pure: a strategy's settings in, settings out. Of a budget b, the e resident ones of L layers take 1.0 each; what is left
 to each other layer is b' = (b L - e) / (L - e). Sinks and window get at most half of it, the host's tokens the rest; a
-cache that evicts is cut by its policy. Settings are named by their dotted paths, and only those that a strategy's file
-has are looked at: a strategy of another executor needs nothing here but these names.
+cache that evicts is cut by its policy. Settings are named by their dotted paths; one that a strategy's file does not
+have has its default.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
 from hybridgen.config import Config, Setting, Settings, merge_settings
 from hybridgen.errors import ConfigError
 from hybridgen.kv_cache.layout import AGEING_BLOCK, WindowLayout
+from hybridgen.selection.eviction import POLICIES, EvictionPolicy
 
 ATTENDS_TO_ALL = ("resident", "streamed", "on_cpu")  # modes of layers whose budget is 1.0 whatever is asked for
 KEYFORMER_RECENT = 0.3  # of what it keeps (Keyformer, arXiv 2403.09054; algorithms.md 4)
@@ -52,13 +54,21 @@ class Split:
 ALL_TOKENS = Split(1.0, 0.0, 0.0)
 
 
+class BudgetError(ConfigError):
+    """Less than what a strategy attends to in any case; smallest: the least that it can have."""
+
+    def __init__(self, message: str, smallest: float) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 def with_budget(
     name: str, settings: Settings, modes: Sequence[str], budget: float, prompt: int, steps: int
 ) -> tuple[Settings, Split]:
     """The settings with which strategy `name` attends to this share of the context, and of what the share consists.
 
     settings: the strategy's, merged; modes: of its layers; prompt, steps: tokens prefilled, and decode steps after
-    them. ConfigError: less than what the method attends to in any case.
+    them. BudgetError: less than what the method attends to in any case.
     """
     exact, count = sum(mode == "resident" for mode in modes), len(modes)
     if all(mode in ATTENDS_TO_ALL for mode in modes):
@@ -69,10 +79,11 @@ def with_budget(
     changes, local, fetched, least = solve(settings, each, prompt, max(1, steps), _turns(settings, modes))
     if changes is None:
         smallest = math.ceil(1e4 * (exact + least * others) / count) / 1e4
-        raise ConfigError(
+        raise BudgetError(
             f"--budget {budget:g}: strategy {name} attends to more in any case with {prompt} prompt tokens "
             f"({exact} of {count} layers are exact, the others attend to {least:.4f} of the context at least); "
-            f"the smallest possible is {smallest:.4f}"
+            f"the smallest possible is {smallest:.4f}",
+            smallest,
         )
     given = {path: Setting(value, f"--budget {budget:g}") for path, value in changes.items()}
     is_bound = _value(settings, "selection.alpha") is not None
@@ -82,14 +93,17 @@ def with_budget(
 def with_keep(settings: Settings, keep: float | int, prompt: int) -> Settings:
     """The settings with which this share of the host's tokens (a float) or as many (an int) are fetched.
 
-    A cache that evicts keeps the same share of the prompt as its heavy tokens; one that has no heavy tokens, as its
-    most recent ones.
+    A cache that evicts keeps the same share of the prompt as its heavy tokens, and its recent ones beside them; one
+    that scores nothing, as its most recent ones.
     """
     source = f"--keep {keep}"
     if _value(settings, "attention.executor") == "evicting":
-        tokens = keep if isinstance(keep, int) else math.ceil(keep * prompt)
-        path = "eviction.recent" if _keeps_recent_alone(settings) else "eviction.heavy"
-        return settings | {path: Setting(max(1, min(tokens, prompt)), source)}
+        tokens = keep if isinstance(keep, int) else math.ceil(Fraction(str(keep)) * prompt)
+        kept = Setting(max(1, min(tokens, prompt)), source)
+        if not _policy(settings).has_scores:
+            return settings | {"eviction.heavy": Setting(0, source), "eviction.recent": kept}
+        recent = settings.get("eviction.recent", Setting(_value(settings, "eviction.recent"), "the default"))
+        return settings | {"eviction.heavy": kept, "eviction.recent": recent}
     changes = {"selection.keep": Setting(keep, source), "selection.min_keep": Setting(0, source)}
     return merge_settings(settings, changes)
 
@@ -142,38 +156,35 @@ def _hybrid(settings: Settings, each: float, prompt: int, steps: int, layers: li
 
 def _evicting(settings: Settings, each: float, prompt: int, steps: int, layers: list[tuple[int, int]]) -> _Solution:
     """heavy and recent as counts, beside the sinks and the step's own token."""
-    policy, sinks = str(_value(settings, "eviction.policy")), int(_value(settings, "eviction.sinks") or 0)
+    name, policy = _value(settings, "eviction.policy"), _policy(settings)
+    sinks = int(_value(settings, "eviction.sinks"))
     length = prompt + (steps + 1) / 2
-    beside = sinks + ((steps + 1) / 2 if policy == "snapkv" else 1)  # SnapKV evicts nothing in decode
+    new = 1 if policy.evicts_in_decode else (steps + 1) / 2  # the latter: all that were generated so far
+    beside = sinks + new - policy.window_counts_new
     kept = min(prompt - sinks, round(each * length - beside))
     least = min(1.0, (beside + 2) / length)
     if kept < 2:
         return None, 0.0, 0.0, least
-    if _keeps_recent_alone(settings):
-        heavy, recent = 0, kept
-    elif policy == "keyformer":
+    if not policy.has_scores:
+        recent = kept
+    elif name == "keyformer":
         recent = max(1, round(KEYFORMER_RECENT * kept))
-        heavy = kept - recent
     else:
-        recent = min(SNAPKV_RECENT, kept // 2) if policy == "snapkv" else kept // 2
-        heavy = kept - recent
-    changes = {"eviction.heavy": heavy, "eviction.recent": recent}
-    known = {path: value for path, value in changes.items() if path in settings}
-    return known, (kept + beside) / length, 0.0, least
+        recent = min(SNAPKV_RECENT, kept // 2) if name == "snapkv" else kept // 2
+    changes = {"eviction.heavy": kept - recent, "eviction.recent": recent}
+    return changes, (kept + beside) / length, 0.0, least
 
 
-def _keeps_recent_alone(settings: Settings) -> bool:
-    """StreamingLLM: sinks and the most recent tokens."""
-    policy, heavy = str(_value(settings, "eviction.policy")), settings.get("eviction.heavy")
-    return policy.startswith(("stream", "window", "recent")) or heavy is None or heavy.value == 0
+def _policy(settings: Settings) -> type[EvictionPolicy]:
+    return POLICIES[str(_value(settings, "eviction.policy"))]
 
 
 def _value(settings: Settings, path: str) -> Any:
-    """What was given, else the default; None for a setting that there is not."""
+    """What was given, else the default."""
     if path in settings:
         return settings[path].value
     section, name = path.split(".")
-    return getattr(getattr(Config(), section, None), name, None)
+    return getattr(getattr(Config(), section), name)
 
 
 def _turns(settings: Settings, modes: Sequence[str]) -> list[tuple[int, int]]:

@@ -8,7 +8,6 @@ device reads over the link come from the same memory, and are `link_read`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from hybridgen.engine.scheduling import keep_rule
 from hybridgen.kv_cache.quantize import SKETCH_BLOCK, sketch_bytes
 from hybridgen.models.spec import LayerSpec, ModelSpec
 from hybridgen.selection.budget import most_kept
+from hybridgen.selection.eviction import policy_of
 
 
 @dataclass(frozen=True)
@@ -96,31 +96,40 @@ def chosen(layer: LayerSpec, sizes: Sizes, rows: int, kept: int, values_only: bo
     return StepBytes(query, fetched + logits, read, fetched) + _aged(layer, sizes)
 
 
-def evicting(layer: LayerSpec, sizes: Sizes, kept: int, on_host: bool) -> StepBytes:
-    """H2O, Keyformer, SnapKV, StreamingLLM: kept on the device, nothing moves; on the host, all that is kept comes."""
+def evicting(layer: LayerSpec, sizes: Sizes, slots: int, on_host: bool) -> StepBytes:
+    """H2O, Keyformer, SnapKV, StreamingLLM: kept on the device, nothing moves; on the host, all slots in use come."""
     if not on_host:
         return StepBytes()
     token = sizes.batch * layer.kv_bytes_per_token(sizes.element)
-    return StepBytes(d2h=token, h2d=kept * token, link_read=kept * token)
+    return StepBytes(d2h=token, h2d=slots * token, link_read=slots * token)
 
 
 def step_bytes(
-    spec: ModelSpec, config: Config, modes: Sequence[LayerMode], dtype: torch.dtype, tokens: int, on_cuda: bool
+    spec: ModelSpec,
+    config: Config,
+    modes: Sequence[LayerMode],
+    dtype: torch.dtype,
+    tokens: int,
+    on_cuda: bool,
+    prompt: int | None = None,
 ) -> StepBytes:
     """Of a decode step with `tokens` tokens of context in each sequence, by a fixed schedule; K is the most it may be.
 
-    modes: of the layers. on_cuda: whether a link lies between host and device.
+    modes: of the layers. on_cuda: whether a link lies between host and device. prompt: so many of the tokens were
+    prefilled; None: all.
     """
     sizes = sizes_of(config, dtype, on_cuda)
     rows = build.window_layout(config).host_rows(tokens)
     total = StepBytes()
     for layer, mode in zip(spec.layers, modes, strict=True):
-        total += layer_bytes(layer, config, mode, sizes, rows, tokens)
+        total += layer_bytes(layer, config, mode, sizes, rows, tokens, prompt)
     return total
 
 
-def layer_bytes(layer: LayerSpec, config: Config, mode: str, sizes: Sizes, rows: int, tokens: int) -> StepBytes:
-    """Of one layer, whose host tier has `rows` rows of each sequence of `tokens` tokens."""
+def layer_bytes(
+    layer: LayerSpec, config: Config, mode: str, sizes: Sizes, rows: int, tokens: int, prompt: int | None = None
+) -> StepBytes:
+    """Of one layer, whose host tier has `rows` rows of each sequence of `tokens` tokens; prompt: as in `step_bytes`."""
     if mode == "resident":
         return resident(layer, sizes)
     if mode == "streamed":
@@ -128,7 +137,7 @@ def layer_bytes(layer: LayerSpec, config: Config, mode: str, sizes: Sizes, rows:
     if mode == "on_cpu":
         return on_cpu(layer, sizes, rows)
     if mode == "evicting":
-        return evicting(layer, sizes, kept_by_eviction(config, tokens), eviction_home(config) == "host")
+        return evicting(layer, sizes, evicting_slots(config, tokens, prompt), config.eviction.home == "host")
     weighs = mode == "lookahead" and config.attention.lookahead == "logits"
     return chosen(layer, sizes, rows, most_kept(keep_rule(config), rows), weighs)
 
@@ -151,16 +160,22 @@ def sizes_of(config: Config, dtype: torch.dtype, on_cuda: bool) -> Sizes:
     return Sizes(config.run.batch, element, 2 if on_cuda and dtype != torch.float32 else 4, key, scanned)
 
 
-def kept_by_eviction(config: Config, tokens: int) -> int:
-    """Tokens that a cache that evicts keeps: sinks, heavy and recent ones; a float is a share of the tokens."""
-    eviction = getattr(config, "eviction", None)
-    parts = [getattr(eviction, name, None) or 0 for name in ("sinks", "heavy", "recent")]
-    return min(tokens, sum(math.ceil(part * tokens) if isinstance(part, float) else int(part) for part in parts))
+def kept_by_eviction(config: Config, tokens: int, prompt: int | None = None) -> int:
+    """Tokens that a cache that evicts holds of `tokens`; how many stay is settled by the prompt's length alone."""
+    prompt = tokens if prompt is None else prompt
+    policy = policy_of(config.eviction)(config.eviction, 0, 0, 1)
+    total = policy.budget(prompt).total
+    if not policy.evicts_in_decode:
+        return min(prompt, total) + tokens - prompt
+    return min(tokens, total)
 
 
-def eviction_home(config: Config) -> str:
-    """Where what is kept lies: "device" or "host"."""
-    return str(getattr(getattr(config, "eviction", None), "home", "device"))
+def evicting_slots(config: Config, tokens: int, prompt: int | None = None) -> int:
+    """Slots of a KV head from the first to the last that is in use: one is free among them where the head is full."""
+    held = kept_by_eviction(config, tokens, prompt)
+    policy = policy_of(config.eviction)(config.eviction, 0, 0, 1)
+    is_full = policy.evicts_in_decode and held == policy.budget(tokens if prompt is None else prompt).total
+    return held + is_full
 
 
 def _aged(layer: LayerSpec, sizes: Sizes) -> StepBytes:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import statistics
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridgen.errors import ConfigError
-from hybridgen.evaluation.comparison import Reference
+from hybridgen.evaluation.comparison import Reference, summarise
 from hybridgen.evaluation.comparison_table import format_comparison, write_plot
 from hybridgen.output import write_whole
 
-_NEEDED = {"step_ms", "comparison", "decode_ms_per_token", "prefill_s", "bytes_per_token", "budget", "batch"}
+_NEEDED = ("model", "weights", "device", "dtype", "batch", "machine")  # what compare.json has of a round's report
+_DAMAGED = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, statistics.StatisticsError,
+)  # fmt: skip
 
 
 class ComparisonStore:
@@ -37,10 +41,9 @@ class ComparisonStore:
                 continue
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                if not isinstance(content, dict) or _NEEDED - set(content):
-                    raise ValueError("not a report of a round")
-            except (OSError, ValueError) as error:
-                print(f"{path} is damaged ({error}) and is measured again")
+                _check(content)
+            except _DAMAGED as error:
+                print(f"{path} is damaged ({_reason(error)}) and is measured again")
                 continue
             found[index] = content
         return found
@@ -56,8 +59,8 @@ class ComparisonStore:
             return None
         try:
             return Reference.load(path)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            print(f"{path} is damaged ({error}) and is made again")
+        except (*_DAMAGED, IndexError, EOFError, zipfile.BadZipFile) as error:
+            print(f"{path} is damaged ({_reason(error)}) and is made again")
             return None
 
     def save_reference(self, key: str, reference: Reference) -> None:
@@ -83,3 +86,19 @@ class ComparisonStore:
     def _reference_path(self, key: str) -> Path:
         assert self._folder is not None
         return self._folder / f"reference-{key}.npz"
+
+
+def _check(content: Any) -> None:
+    """Whether it is a report of a round, with all that is read of it; one of _DAMAGED if not."""
+    summary, comparison = summarise([content]), content["comparison"]
+    names = [comparison[name] for name in ("reference", "reference_name")]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("no reference is named")
+    if None in (summary["budget"], *summary["bytes_per_token"].values()):
+        raise ValueError("budget or bytes are missing")
+    for name in _NEEDED:
+        content[name]
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

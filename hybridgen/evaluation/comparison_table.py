@@ -41,6 +41,14 @@ def format_comparison(content: Mapping[str, Any]) -> str:
         notes.append("* attends to every token: a reference, whatever is matched")
     if any(entry["split"] is not None and entry["split"]["is_bound"] for entry in content["strategies"]):
         notes.append("+ decides itself how much it attends to: what was asked for is its upper bound")
+    if (content["matched"] or "").startswith("--keep") and any(
+        entry["summary"] is not None and entry["config"]["attention"]["executor"] == "evicting"
+        for entry in content["strategies"]
+    ):
+        notes.append(
+            f"{content['matched']}: a cache that evicts keeps that much of the prompt as heavy tokens, and its recent "
+            "tokens beside them; one that scores nothing, as recent tokens"
+        )
     if content["weights"] == "random":
         notes.append("random weights: agreement and KL mean nothing for quality")
     return "\n".join([title, "", _align(lines), "", *notes])
@@ -67,7 +75,7 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
 
 
 def format_strategies(rows: Sequence[Sequence[str]]) -> str:
-    """rows: name, where attention runs, what is kept where, bytes of a step."""
+    """rows: name, where attention runs, what is kept where, bytes of a step; or name and why there is none of it."""
     header = ["strategy", "attention runs", "what is kept where", "d2h MB", "h2d MB", "host memory read MB"]
     return _align([header, *rows], left=3)
 
@@ -126,13 +134,14 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """left: so many columns begin at their left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    """left: so many columns begin at their left. The last cell of a row with fewer columns runs on."""
+    whole = [row if len(row) == len(rows[0]) else row[:-1] for row in rows]
+    widths = [max(len(row[column]) for row in whole if column < len(row)) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
             cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -8,7 +8,8 @@ import torch
 
 from hybridgen.config import Config
 from hybridgen.engine.layer_modes import LayerMode
-from hybridgen.evaluation.byte_formulas import eviction_home, kept_by_eviction, step_bytes
+from hybridgen.evaluation.byte_formulas import kept_by_eviction, step_bytes
+from hybridgen.kv_cache.page_bounds import PAGE
 from hybridgen.models.spec import ModelSpec
 
 _RUNS = {
@@ -50,27 +51,42 @@ def _kept(config: Config, modes: Sequence[str], tokens: int) -> str:
         return "all on the device"
     if executor == "evicting":
         kept = kept_by_eviction(config, tokens)
-        return f"{kept} tokens of each layer on the {eviction_home(config)}, the rest is dropped"
+        return f"{kept} tokens of each layer on the {config.eviction.home}, the rest is dropped"
     words = [f"{cache.sinks} + {cache.gpu_window} tokens on the device, the rest on the host"]
     resident = modes.count("resident")
     if resident:
         words.append(f"{resident} of {len(modes)} layers on the device")
     if cache.sketch != "none":
         home = "device" if cache.sketch_home == "gpu" else "host" if cache.sketch.startswith("int") else "device"
-        words.append(f"{cache.sketch} of the keys on the {home}")
+        words.append(f"{_sketch(config)} on the {home}")
     if executor == "hybrid":
-        selection = config.selection
-        chosen = [
-            f"{word} {value:g}"
-            for word, value in (("mass", selection.keep_mass), ("keep", selection.keep))
-            if value is not None
-        ]
         what = "V" if config.attention.lookahead == "logits" else "K and V"
-        words.append(f"{what} fetched by {', '.join(chosen)}")
+        words.append(f"{what} fetched {_chosen(config)}")
     elif executor == "streamed":
         words.append("all of which comes at every step")
     return "; ".join(words)
 
 
+def _sketch(config: Config) -> str:
+    cache = config.cache
+    if cache.sketch == "partial":
+        return f"{100 * cache.partial_ratio:g} % of the columns of skewed keys"
+    return f"bounds of pages of {PAGE} tokens" if cache.sketch == "pages" else f"{cache.sketch} of the keys"
+
+
+def _chosen(config: Config) -> str:
+    """By which rule."""
+    selection = config.selection
+    rules = {"mass": selection.keep_mass, "keep": selection.keep}
+    if selection.alpha is None:
+        return "by " + ", ".join(f"{word} {value:g}" for word, value in rules.items() if value is not None)
+    words = [f"within {selection.alpha:g} of the largest logit"]
+    if selection.keep_mass is not None:
+        words.append(f"by mass {selection.keep_mass:g}")
+    if selection.keep is not None:
+        words.append(f"at most {selection.keep:g} of them")
+    return ", ".join(words)
+
+
 def _is_bound(config: Config) -> bool:
-    return config.selection.keep_mass is not None or getattr(config.selection, "alpha", None) is not None
+    return config.selection.keep_mass is not None or config.selection.alpha is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,12 @@ from tests.equivalence.zoo import ModelZoo
 
 GQA, MHA = "llama-gqa2", "opt"
 BLOCK = 64
-EXACTLY = ("full", "aog", "aoc", "offload-dense", "hybridgen", "hybridgen-paper")  # known to the byte
+EVICTING = ("h2o", "keyformer", "snapkv", "streaming-llm", "streaming-llm-original")
+ALL_WITHIN: dict[str, Any] = {"selection__alpha": 1e9}  # of the largest logit: K is the cap
+EXACTLY: dict[str, dict[str, Any]] = {  # known to the byte
+    **{name: {} for name in ("full", "aog", "aoc", "offload-dense", "hybridgen", "hybridgen-paper", "quest")},
+    "infinigen": ALL_WITHIN,
+}
 
 
 @contextmanager
@@ -68,7 +74,7 @@ def test_every_step_within_padding_and_ageing_blocks(zoo: ModelZoo, name: str, s
         block, left = sequences * BLOCK, 0.0
         for _ in range(70):
             moved = step(llm, batch).bytes_moved
-            expected = step_bytes(llm.spec, config, llm.modes, torch.float32, batch.lengths[0], False)
+            expected = step_bytes(llm.spec, config, llm.modes, torch.float32, batch.lengths[0], False, 731)
             more = moved.get("h2d", 0) - expected.h2d
             assert more <= block * (row + logits)
             if getattr(config.selection, "alpha", None) is None:  # else K is an outcome, and the formula its bound
@@ -83,7 +89,7 @@ def test_every_step_within_padding_and_ageing_blocks(zoo: ModelZoo, name: str, s
 @pytest.mark.parametrize("transfer", ["immediate", "lazy"])
 def test_every_step_to_the_byte(zoo: ModelZoo, name: str, strategy: str, transfer: str) -> None:
     """With the host rows that each layer has in the step, and the blocks that leave it."""
-    with started(zoo, name, strategy, (300,), 72, runtime__transfer=transfer) as (llm, batch):
+    with started(zoo, name, strategy, (300,), 72, runtime__transfer=transfer, **EXACTLY[strategy]) as (llm, batch):
         sizes, layers = sizes_of(llm.config, torch.float32, False), batch.micro_batches[0].layers
         seen_blocks = 0
         for _ in range(70):
@@ -101,6 +107,39 @@ def test_every_step_to_the_byte(zoo: ModelZoo, name: str, strategy: str, transfe
                 expected["cpu_read"] += layer.cpu_read
             assert {path: moved.get(path, 0) for path in expected} == pytest.approx(expected)
         assert (seen_blocks > 0) == (strategy != "full")
+
+
+@pytest.mark.parametrize("shares", [{}, {"heavy": 0.05, "recent": 0.07}, {"heavy": 200, "recent": 130}], ids=str)
+@pytest.mark.parametrize("strategy", EVICTING)
+@pytest.mark.parametrize("name", [GQA, MHA])
+def test_every_step_of_an_evicting_cache_on_the_host_to_the_byte(
+    zoo: ModelZoo, name: str, strategy: str, shares: dict[str, Any]
+) -> None:
+    """All layers but the first; 40 steps after 300 tokens: what is kept does not grow, but SnapKV's.
+
+    Independent of the formulas: the slots that hold tokens, and the free one once a head is full.
+    """
+    prompt, streaming = 300, strategy.startswith("streaming")
+    more = {f"eviction__{key}": value for key, value in shares.items() if not (streaming and key == "heavy")}
+    keep = None if shares else 0.2
+    with started(zoo, name, strategy, (prompt,), 72, keep, eviction__home="host", **more) as (llm, batch):
+        sizes, eviction = sizes_of(llm.config, torch.float32, False), llm.config.eviction
+        parts = [math.ceil(round(part * prompt, 6)) if isinstance(part, float) else part
+                 for part in (eviction.heavy, eviction.recent)]  # fmt: skip
+        most = eviction.sinks + sum(parts) - streaming
+        held = min(prompt, most)
+        for _ in range(40):
+            length = batch.lengths[0]
+            moved = step(llm, batch).bytes_moved
+            slots = held + (held == most and strategy != "snapkv")
+            rows = [layer.kv_bytes_per_token(4) for layer in llm.spec.layers[1:]]
+            found = [
+                layer_bytes(layer, llm.config, mode, sizes, 0, length, prompt)
+                for layer, mode in zip(llm.spec.layers, llm.modes, strict=True)
+            ]
+            assert moved["h2d"] == slots * sum(rows) == sum(layer.h2d for layer in found)
+            assert moved["d2h"] == sum(rows) == sum(layer.d2h for layer in found)
+            held = held + 1 if strategy == "snapkv" else min(held + 1, most)
 
 
 @pytest.mark.parametrize(

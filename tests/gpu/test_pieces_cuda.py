@@ -10,6 +10,7 @@ import torch
 
 from hybridgen.engine.llm import LLM
 from hybridgen.offload.pieces import CudaRecorder, Graph
+from hybridgen.telemetry import MARK_EVERY
 from tests.equivalence.tiny_models import save_tiny_model
 
 PROMPTS = [list(range(90)) * 3, list(range(80)), list(range(60)) * 4]
@@ -101,9 +102,11 @@ def test_whole_steps(
     for ours, theirs in zip(found.steps, expected.steps, strict=True):
         assert (ours.is_timed, ours.bytes_moved) == (theirs.is_timed, theirs.bytes_moved)
         assert ours.stage_bytes == theirs.stage_bytes
-        assert {stage: set(layers) for stage, layers in ours.stage_ms.items()} == {
-            stage: set(layers) for stage, layers in theirs.stage_ms.items()
-        }
+        every = {stage: set(layers) for stage, layers in theirs.stage_ms.items()}
+        # A step that was recorded to be repeated has marks in some layers only.
+        some = {stage: {layer for layer in layers if layer % MARK_EVERY == 0} for stage, layers in every.items()}
+        timed = {stage: set(layers) for stage, layers in ours.stage_ms.items()}
+        assert timed in (every, {stage: layers for stage, layers in some.items() if layers})
         assert all(0 <= ms < ours.step_ms for layers in ours.stage_ms.values() for ms in layers.values())
 
 

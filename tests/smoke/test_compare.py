@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,6 +17,7 @@ from hybridgen.config import strategy_names, with_settings
 from hybridgen.engine.llm import LLM
 from hybridgen.errors import InsufficientMemoryError
 from hybridgen.evaluation.comparison import Reference
+from hybridgen.evaluation.comparison_store import ComparisonStore
 
 PROMPT, GEN = 400, 12
 
@@ -158,7 +160,8 @@ def test_damaged_and_foreign_files_are_measured_again(
     argv = [*flags(tiny, tmp_path), "--strategies", "full,hybridgen,aog", "--keep", "0.1", "--rounds", "1"]
     assert compare.main(argv) == 0
     (damaged,), (foreign,) = tmp_path.glob("full-r0-*"), tmp_path.glob("aog-r0-*")
-    damaged.write_text(damaged.read_text()[:-100])
+    sound = damaged.read_text()
+    damaged.write_text(sound[:-100])
     other = json.loads(foreign.read_text())
     other["comparison"]["reference_name"] = "another"
     foreign.write_text(json.dumps(other))
@@ -175,6 +178,47 @@ def test_damaged_and_foreign_files_are_measured_again(
     seen.names.clear()
     assert compare.main(argv) == 0
     assert seen.names == ["aog"] and "is made again" in capsys.readouterr().out
+
+    for file in tmp_path.glob("reference-*"):
+        with file.open("wb") as stream:
+            np.save(stream, np.zeros(3))
+    lacking = {key: value for key, value in json.loads(sound).items() if key != "peak_gpu_bytes"}
+    damaged.write_text(json.dumps(lacking))
+    seen.names.clear()
+    assert compare.main(argv) == 0
+    out = capsys.readouterr().out
+    assert seen.names == ["full"] and "'peak_gpu_bytes' is missing" in out and "is made again" in out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"comparison": {}}, {"comparison": None}, {"comparison": {"agreement": [1], "kl_nats": [0]}},
+        {"step_ms": []}, {"step_ms": [0]}, {"step_ms": ["a"]}, {"budget": None}, {"bytes_per_token": {}},
+        "machine", "reference_name", 3,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_round_that_lacks_something_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any
+) -> None:
+    report: dict[str, Any] = dict.fromkeys(("model", "weights", "device", "dtype", "machine"), "x") | {
+        "batch": 1, "step_ms": [1.0], "prefill_s": 1.0, "bytes_per_token": {"h2d": 1, "d2h": 1, "cpu_read": 1},
+        "gpu_idle_fraction": None, "limit_ms": {"limit": 1.0}, "peak_gpu_bytes": None, "budget": 1.0,
+        "kept_fraction": None,
+        "comparison": {"reference": "full", "reference_name": "a", "kl_nats": [0.0], "agreement": [1.0]},
+    }  # fmt: skip
+    store = ComparisonStore(tmp_path)
+    store.save("x", "key", 0, report)
+    assert store.rounds("x", "key", 1) == {0: report}
+    if isinstance(change, dict):
+        report |= change
+    elif isinstance(change, str):
+        report.pop(change, None)
+        report["comparison"].pop(change, None)
+    (tmp_path / "x-r0-key.json").write_text(json.dumps([change] if change == 3 else report))
+    assert store.rounds("x", "key", 1) == {}
+    assert "is damaged" in capsys.readouterr().out
 
 
 def test_one_that_does_not_fit_is_skipped(
@@ -275,6 +319,36 @@ def test_weights_that_come_out_random(tiny: Path, tmp_path: Path, monkeypatch: p
     assert compare.main(argv) == 0
     assert not seen.names
 
+    given = tmp_path / "given"
+    argv = flags(tiny, given, "--strategies", "hybridgen", "--rounds", "1", "--set", "selection.keep=0.4")
+    del argv[2:4]
+    assert compare.main(argv) == 0
+    assert content(given)["weights"] == "random" and content(given)["matched"] is None
+    assert by_name(given)["hybridgen"]["config"]["selection"]["keep"] == 0.4
+
+
+def test_what_random_weights_keep_is_admitted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """StreamingLLM's window grows from 8 to 0.1 of the prompt: the limits are those before the weights were loaded."""
+    load, admit, seen = compare._load, compare.admit, []
+
+    def noted(choice: Any, config: Any, *arguments: Any, limits: Any = None) -> Any:
+        if config.attention.executor == "evicting":
+            seen.append((config.eviction.recent, limits))
+            if config.eviction.recent == PROMPT // 10:
+                raise InsufficientMemoryError("too much now")
+        return admit(choice, config, *arguments, limits=limits)
+
+    monkeypatch.setattr(compare, "admit", noted)
+    monkeypatch.setattr(compare, "_load", lambda *a: load(a[0], with_settings(a[1], {"model.weights": "random"})))
+    own = tmp_path / "mine.yaml"
+    own.write_text("attention: {executor: evicting}\neviction: {policy: streaming_llm, heavy: 0, recent: 8}\n")
+    argv = flags(tiny, tmp_path / "out", "--strategies", f"full,{own}", "--rounds", "1")
+    del argv[2:4]
+    assert compare.main(argv) == 0
+    assert seen[0] == (8, None) and seen[-1][0] == 40 and seen[-1][1][1] > 0
+    entries = by_name(tmp_path / "out")
+    assert entries["mine"]["skipped"] == "too much now" and entries["full"]["summary"] is not None
+
 
 @pytest.mark.parametrize(
     ("more", "message"),
@@ -282,7 +356,9 @@ def test_weights_that_come_out_random(tiny: Path, tmp_path: Path, monkeypatch: p
         (["--budget", "0.5", "--keep", "0.1"], "--budget 0.5 and --keep 0.1"),
         (["--budget", "0"], "--budget 0: allowed is a fraction"),
         (["--budget", "1.5"], "--budget 1.5: allowed is a fraction"),
-        (["--budget", "0.2"], "strategy hybridgen attends to more in any case .* smallest possible is 0."),
+        (["--budget", "0.2", "--strategies", "hybridgen"], "hybridgen attends to more .* smallest possible is 0."),
+        (["--budget", "0.2"], r"[3-9] strategies .*: hybridgen 0\.\d+, .*, quest 0.*possible for all is 0\.\d+"),
+        (["--set", "attention.executor=hybrid"], "--set attention.executor=hybrid: the strategies decide that"),
         (["--keep", "1.5"], "selection.keep = 1.5 .from --keep 1.5."),
         (["--budget", "0.5", "--set", "selection.keep=0.2"], "--set selection.keep=0.2: --budget decides"),
         (["--budget", "0.5", "--set", "model.exact_layers_mode=auto"], "exact_layers_mode"),
@@ -311,6 +387,30 @@ def test_a_flag_that_one_strategy_cannot_have_skips_it(
     assert by_name(tmp_path)["aoc"]["summary"] is not None
 
 
+def test_a_policy_that_refuses_a_flag_is_skipped(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --keep the recent tokens lie beside, and a line says so."""
+    argv = flags(tiny, tmp_path, "--strategies", "h2o,streaming-llm", "--rounds", "1", "--keep", "0.1")
+    argv += ["--set", "eviction.heavy=0.2"]
+    assert compare.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "it scores nothing" in by_name(tmp_path)["streaming-llm"]["skipped"]
+    assert by_name(tmp_path)["h2o"]["summary"] is not None
+    assert "--keep 0.1: a cache that evicts keeps" in out and "recent tokens beside them" in out
+    assert compare.main([*argv, "--list-strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (refused,) = (line for line in lines if line.startswith("streaming-llm"))
+    assert re.match(r"streaming-llm +refused: eviction.heavy = 0.2", refused) and max(map(len, lines[:4])) < 150
+
+
+def test_each_smallest_budget_and_that_of_all(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([*flags(tiny), "--budget", "0.2"]) == 2
+    error = capsys.readouterr().err
+    smallest = [float(number) for number in re.findall(r"[a-z] (0\.\d{4})[,;]", error)]
+    assert len(smallest) > 2 and float(error.split()[-1]) == max(smallest)
+
+
 def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     """Of any known model and length, without its weights."""
     assert compare.main(["--list-strategies", "--model", "llama-3.1-8b", "--seq", "32k", "--dtype", "float16"]) == 0
@@ -320,4 +420,7 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(rows) == set(strategy_names())
     assert rows["full"].split()[-3:] == ["0.00"] * 3
     assert float(rows["offload-dense"].split()[-1]) == pytest.approx(4295 * (32768 - 68 - 32) / 32768, rel=0.002)
-    assert "<=" in rows["hybridgen"] and "mass 0.95" in rows["hybridgen"]
+    assert "<=" in rows["hybridgen"] and "by mass 0.95, keep 0.3" in rows["hybridgen"]
+    assert "within 4 of the largest logit, at most 0.2 of them" in rows["infinigen"]
+    assert "20 % of the columns of skewed keys on the device" in rows["infinigen"]
+    assert "bounds of pages of 16 tokens on the device" in rows["quest"]

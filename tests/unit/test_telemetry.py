@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridgen.telemetry import HostClock, Telemetry
+from hybridgen.engine.report import _median_ms
+from hybridgen.telemetry import MARK_EVERY, HostClock, Telemetry
 
 
 class FakeClock:
@@ -127,6 +128,47 @@ def test_one_step_in_some_is_timed(telemetry: Telemetry, clock: FakeClock) -> No
     for step in steps:
         assert step.stage_bytes == {"fetch": 80} and step.bytes_moved == {"h2d": 80}
         assert step.stage_ms == {"scan": {0: 500.0}} | ({"fetch": {0: 2.0}} if step.is_timed else {})
+
+
+class CostlyClock(FakeClock):
+    """As a GPU's: marks take time on the device, and work that is repeated makes them again."""
+
+    is_costly = True
+    marks = 0
+
+    def mark(self) -> float:
+        self.marks += 1
+        return self.now
+
+    def repeat(self, marks: int) -> None:
+        self.marks += marks
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_recorded_work_is_timed_in_some_layers(is_traced: bool) -> None:
+    """Where a mark is dear, unless each span is to be seen; bytes are known of all. What is waited for scales up."""
+    clock, layers = CostlyClock(), 2 * MARK_EVERY
+    telemetry = Telemetry(clock=clock, trace_steps=int(is_traced))
+    telemetry.begin_step()
+    with telemetry.recording() as recorded:
+        for layer in range(layers):
+            with telemetry.span("link_wait", layer):
+                clock.now += layer + 1
+                telemetry.count_bytes("h2d", 10)
+    assert clock.marks == recorded.marks == (2 * layers if is_traced else 4)
+    step = telemetry.end_step()
+    assert step.bytes_moved == {"h2d": 10 * layers} and step.stage_bytes == {"link_wait": 10 * layers}
+    timed = range(layers) if is_traced else (0, MARK_EVERY)
+    assert step.stage_ms == {"link_wait": {layer: layer + 1 for layer in timed}}
+    assert step.sampled == ({} if is_traced else {"link_wait": 1 / MARK_EVERY})
+    every = sum(layer + 1 for layer in range(layers)) if is_traced else MARK_EVERY * (1 + MARK_EVERY + 1)
+    assert _median_ms([step], "link_wait") == every and _median_ms([step], "scan_wait") == 0
+
+    telemetry.begin_step()
+    work(telemetry, clock, "mlp", 1, 2.0)  # what is not recorded is timed as before
+    telemetry.repeat(recorded)
+    again = telemetry.end_step()
+    assert again.stage_ms == {"mlp": {1: 2.0}} | step.stage_ms and again.bytes_moved == step.bytes_moved
 
 
 def test_a_traced_step_is_timed(telemetry: Telemetry) -> None:
