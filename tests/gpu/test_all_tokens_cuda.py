@@ -1,4 +1,7 @@
-"""Strategies `aog` and `aoc` on CUDA: the tokens of full attention, the bytes of their formulas, no allocations."""
+"""What attends to everything on CUDA: `aog` and `aoc`, and the others where nothing is left out.
+
+The tokens of full attention, the bytes of the formulas, no allocations.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,18 @@ from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
 PROMPT_LENGTHS = (230, 12, 180)
 STEPS = 70  # every layer ages a block of the longer two
+EVERYTHING = {"eviction.recent": 1000}
+ROOM_FOR_ALL: dict[str, dict[str, object]] = {
+    "h2o": {"strategy": "h2o", "eviction.heavy": 1000, "eviction.recent": 1},
+    "h2o, host": {"strategy": "h2o", "eviction.heavy": 1000, "eviction.recent": 1, "eviction.home": "host"},
+    "keyformer": {"strategy": "keyformer", "eviction.heavy": 1000, "eviction.recent": 1},
+    "snapkv": {"strategy": "snapkv", "eviction.heavy": 1000},
+    "streaming-llm": {"strategy": "streaming-llm", **EVERYTHING},
+    "streaming-llm-original": {"strategy": "streaming-llm-original", **EVERYTHING},
+    "infinigen": {"strategy": "infinigen", "selection.alpha": 1e9, "selection.keep": 1.0, "cache.partial_ratio": 0.5},
+    "quest": {"strategy": "quest", "selection.keep": 1.0},
+    "hybridgen, true query": {"strategy": "hybridgen", "attention.lookahead": "off", "selection.keep": 1.0},
+}
 
 
 def generate(model: Path, strategy: str, device: str = "cuda", **overrides: object) -> list[list[int]]:
@@ -30,6 +45,15 @@ def generate(model: Path, strategy: str, device: str = "cuda", **overrides: obje
 def test_tokens_of_full_attention(name: str, strategy: str, directory: Path) -> None:
     model = save_tiny_model(name, directory)
     assert generate(model, strategy) == generate(model, "full", "cpu")
+
+
+@pytest.mark.parametrize("overrides", ROOM_FOR_ALL.values(), ids=ROOM_FOR_ALL)
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_tokens_of_full_attention_with_room_for_all(name: str, overrides: dict[str, object], directory: Path) -> None:
+    """algorithms.md, 9: the oracles of the other methods."""
+    model, settings = save_tiny_model(name, directory), dict(overrides)
+    strategy = str(settings.pop("strategy"))
+    assert generate(model, strategy, **settings) == generate(model, "full", "cpu")
 
 
 @pytest.mark.parametrize("strategy", ["aog", "aoc"])
