@@ -445,7 +445,7 @@ def _check_sketch(config: Config) -> None:
     cache, selection = config.cache, config.selection
     if cache.sketch_home == "gpu":
         if cache.sketch == "none":
-            raise ConfigError("cache.sketch_home = 'gpu' without a sketch: give --sketch int4 or int2")
+            raise ConfigError("cache.sketch_home = 'gpu' without a sketch: give --sketch int4, int2, partial or pages")
         if config.schedule.mode in ("feedback", "paper"):
             raise ConfigError(
                 f"schedule.mode = {config.schedule.mode!r} with cache.sketch_home = 'gpu': the GPU scores every token, "
