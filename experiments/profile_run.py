@@ -29,7 +29,7 @@ def memory(phase: str) -> None:
         )
 
 
-def top(profiler: profile, rows: int = 40) -> None:
+def top(profiler: profile, rows: int = 14) -> None:
     """The longest operators."""
     on_gpu = torch.cuda.is_available()
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
