@@ -31,7 +31,7 @@ from hybridgen.config import (
     strategy_names,
     with_settings,
 )
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.layer_modes import layer_modes
@@ -309,7 +309,7 @@ def _with_one_share(job: _Job, contestants: list[Contestant], reference: Contest
     print(f"weights: {max(numbers):.4g} of the layers' on the device, for all strategies")
     for contestant in contestants:
         if contestant.admission is not None and contestant.config is not None:
-            contestant.config = build.with_share(contestant.config, max(numbers))
+            contestant.config = memory_plan.with_share(contestant.config, max(numbers))
             _admit(job, contestant)
     return _reference(job)
 

@@ -29,7 +29,7 @@ from hybridgen.config import (
     merge_settings,
     parse_assignment,
 )
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.admission import admit
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.layer_modes import layer_modes
@@ -127,7 +127,7 @@ def _run(argv: list[str]) -> int:
     choice = build.choose_model(config)
     _check_positions(choice, context, decode)
     plan = _admit(choice, conditions, context, decode)
-    weights = _load(choice, build.settled(config, plan))
+    weights = _load(choice, memory_plan.settled(config, plan))
     with ExitStack() as stack:
         llms: list[LLM] = []
         for condition in conditions:
@@ -305,7 +305,7 @@ def _admit(choice: ModelChoice, conditions: Sequence[Condition], context: int, d
     """Print the plan of all conditions together, and return it; refuse it with what to change."""
     config = _strategy(conditions).config
     batch, capacity = config.run.batch, context + decode
-    limits = build.memory_limits(config, choice.device)
+    limits = memory_plan.memory_limits(config, choice.device)
     plan = plan_conditions(choice, conditions, batch, capacity)
     if not plan.fits(*limits):
         compact = choice.with_dtype(torch.bfloat16)
@@ -336,12 +336,12 @@ def plan_conditions(choice: ModelChoice, conditions: Sequence[Condition], batch:
     total = MemoryPlan(device_is_host=choice.device.type == "cpu")
     for condition in conditions:
         modes = layer_modes(condition.config, choice.spec.num_layers)
-        plan = build.plan_memory(choice, condition.config, modes, batch, capacity)
+        plan = memory_plan.plan_memory(choice, condition.config, modes, batch, capacity)
         for items, more in ((total.device, plan.device), (total.host, plan.host)):
             for name, size in more.items():
                 items[name] = items.get(name, 0) + size if name in _KV_ITEMS else max(items.get(name, 0), size)
     config = _strategy(conditions).config
-    return fit_weights(choice, config, [total], build.memory_limits(config, choice.device))[1]
+    return fit_weights(choice, config, [total], memory_plan.memory_limits(config, choice.device))[1]
 
 
 def _load(choice: ModelChoice, config: Config) -> ObtainedWeights:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybridgen.config import Config, with_settings
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, all_resident
 from hybridgen.engine.memory_budget import Chosen, settle
@@ -77,14 +77,14 @@ def admit(
     """
     capacity = prompt_tokens + gen
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
-    limits = limits or build.memory_limits(config, choice.device)
+    limits = limits or memory_plan.memory_limits(config, choice.device)
     asked = config.placement.gpu_memory_bytes
     if asked is not None and choice.device.type != "cuda":
         notes.append("there is no GPU: --gpu-memory has no effect")
     elif asked is not None and limits[0] is not None:
-        notes.append(f"planned with {build.PLANNED_SHARE:.0%} of --gpu-memory: a plan may be a little off")
-        if limits[0] < int(build.PLANNED_SHARE * asked):
-            free_bytes = format_bytes(round(limits[0] / build.PLANNED_SHARE))
+        notes.append(f"planned with {memory_plan.PLANNED_SHARE:.0%} of --gpu-memory: a plan may be a little off")
+        if limits[0] < int(memory_plan.PLANNED_SHARE * asked):
+            free_bytes = format_bytes(round(limits[0] / memory_plan.PLANNED_SHARE))
             notes.append(f"--gpu-memory {format_bytes(asked)} is more than is free: {free_bytes}")
     settled = settle(choice, config, batch, capacity, limits, free)
     plan, modes = settled.plan, settled.modes
@@ -101,7 +101,7 @@ def admit(
             notes.append("positions are those in the cache: eviction.positions = reindexed")
     elif config.attention.executor != "hybrid":
         notes.append("every token is attended to: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
-    full = build.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
+    full = memory_plan.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"
         notes.append(f"all KV would fit {where}: --strategy full needs no host tier")
@@ -128,13 +128,13 @@ def _more_room(
         if given == value or path in free or (value is None and given == getattr(getattr(Config(), section), name)):
             continue
         opened = config if value is None else with_settings(config, {path: value})
-        limits = build.memory_limits(opened, choice.device)
+        limits = memory_plan.memory_limits(opened, choice.device)
         if settle(choice, opened, batch, capacity, limits, {*free, path}).plan.fits(*limits):
             lines.append(f"it fits without {path} = {given}, which was asked for and so is not changed\n")
     if config.placement.gpu_memory_bytes is not None and choice.device.type == "cuda":
         without = replace(config, placement=replace(config.placement, gpu_memory_bytes=None))
-        if plan.fits(*build.memory_limits(without, choice.device)):
-            least = math.ceil(100 * plan.device_bytes / build.PLANNED_SHARE / GIB) / 100
+        if plan.fits(*memory_plan.memory_limits(without, choice.device)):
+            least = math.ceil(100 * plan.device_bytes / memory_plan.PLANNED_SHARE / GIB) / 100
             lines.append(f"it fits with --gpu-memory {least:.2f}GiB\n")
     return "".join(lines)
 
@@ -145,11 +145,11 @@ def _suggestion(
     """The first of: a smaller --seq, a smaller --dtype, another --weights-on-gpu, a smaller model."""
 
     def planned(candidate: ModelChoice, tokens: int, asked: Config = config) -> MemoryPlan:
-        limits = build.memory_limits(asked, candidate.device)
+        limits = memory_plan.memory_limits(asked, candidate.device)
         return settle(candidate, asked, batch, tokens + gen, limits, free).plan
 
     def fits(candidate: ModelChoice, tokens: int, asked: Config = config) -> bool:
-        return planned(candidate, tokens, asked).fits(*build.memory_limits(asked, candidate.device))
+        return planned(candidate, tokens, asked).fits(*memory_plan.memory_limits(asked, candidate.device))
 
     low, high = 0, prompt_tokens // SEQ_STEP
     while low < high:
@@ -164,7 +164,7 @@ def _suggestion(
         share = planned(choice, prompt_tokens, automatic).weights_on_gpu
         assert share is not None
         rounded = (math.floor(share * 10**digits) / 10**digits for digits in (2, 3, 4))
-        shares = (some for some in rounded if fits(choice, prompt_tokens, build.with_share(config, some)))
+        shares = (some for some in rounded if fits(choice, prompt_tokens, memory_plan.with_share(config, some)))
         return f"--weights-on-gpu {next(shares, share)}"
     sizes: list[tuple[int, str]] = []
     for alias in aliases():

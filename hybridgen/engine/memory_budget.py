@@ -25,7 +25,7 @@ from itertools import product
 from typing import Any
 
 from hybridgen.config import ON_GPU_ALONE, Config, with_settings
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, exact_layers, layer_modes
 from hybridgen.models.loading import layer_shapes
@@ -77,10 +77,10 @@ def settle(
     combinations = [_merged(options) for options in product(*settings)]
     configs = [with_settings(config, option) for option in combinations]
     modes = [layer_modes(some, layers) for some in configs]
-    plans = [build.plan_memory(choice, *pair, batch, capacity) for pair in zip(configs, modes, strict=True)]
+    plans = [memory_plan.plan_memory(choice, *pair, batch, capacity) for pair in zip(configs, modes, strict=True)]
     index, plan = fit_weights(choice, config, plans, limits)
     best, taken = _merged(options[0] for options in settings), combinations[index]
-    config = build.settled(configs[index], plan)
+    config = memory_plan.settled(configs[index], plan)
     chosen = [Chosen(_WEIGHTS, plan.weights_on_gpu, 1.0)] if weights_open else []
     if config.schedule.mode != "feedback":
         taken.pop("schedule.most_extra", None)  # it means nothing
@@ -99,21 +99,21 @@ def fit_weights(
     shares = [1.0 if asked == "auto" else asked]
     if asked == "auto" and choice.device.type != "cpu":
         shares = possible_shares(layer_shapes(choice.family, choice.spec))
-    bare = [build.without_weights(plan) for plan in plans]
+    bare = [memory_plan.without_weights(plan) for plan in plans]
     device_limit, host_limit = limits
     missing: list[tuple[int, float, int]] = []  # bytes, share, plan
     for share in shares:
-        weights = build.footprint(choice, config, share)
+        weights = memory_plan.footprint(choice, config, share)
         for index, (plan, (device, host)) in enumerate(zip(plans, bare, strict=True)):
             device += weights.device_bytes + weights.staging_bytes
             host += weights.host_bytes + (device if plan.device_is_host else 0)
             over = 0 if device_limit is None else max(0, device - device_limit)
             over += max(0, host - host_limit)
             if not over:
-                return index, build.place_weights(choice, build.with_share(config, share), plan)
+                return index, memory_plan.place_weights(choice, memory_plan.with_share(config, share), plan)
             missing.append((over, share, index))
     _, share, index = min(missing, key=lambda miss: miss[0])
-    return index, build.place_weights(choice, build.with_share(config, share), plans[index])
+    return index, memory_plan.place_weights(choice, memory_plan.with_share(config, share), plans[index])
 
 
 def _open_settings(choice: ModelChoice, config: Config, free: Collection[str]) -> list[list[Option]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridgen.config import Setting, build_config
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.llm import LLM
 from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
@@ -78,7 +78,7 @@ def test_matrices_large_enough_to_be_under_way_when_they_are_wanted() -> None:
             logits = [llm.prefill(batch, [[7 + i % 900 for i in range(1500)]])]
             for _ in range(12):
                 logits.append(llm.decode(batch, logits[-1].argmax(-1)))
-            planned = build.plan_memory(choice, config, llm.modes, 1, 1600)
+            planned = memory_plan.plan_memory(choice, config, llm.modes, 1, 1600)
             assert loading <= planned.device["weights"] + 2**26  # a block of random numbers
             return [some.cpu() for some in logits], loading
 

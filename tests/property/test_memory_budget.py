@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridgen.config import Config
-from hybridgen.engine import build
+from hybridgen.engine import memory_plan
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.memory_budget import WITHOUT_AUTO, Settled, settle
 from hybridgen.placement.plan import GIB
@@ -109,7 +109,7 @@ def test_what_is_chosen_is_planned_and_kept(job: Job, budget: int) -> None:
     found = job.settle(budget)
     choice = choice_of(job.alias, job.device)
     assert found.modes == layer_modes(found.config, choice.spec.num_layers)
-    assert found.plan == build.plan_memory(choice, found.config, found.modes, job.batch, job.capacity)
+    assert found.plan == memory_plan.plan_memory(choice, found.config, found.modes, job.batch, job.capacity)
     assert found.config.placement.weights_on_gpu != "auto" and found.config.runtime.prefill_chunk > 0
     for chosen in found.chosen:
         assert value(found.config, chosen.path) == chosen.value
@@ -121,7 +121,7 @@ def test_what_is_chosen_is_planned_and_kept(job: Job, budget: int) -> None:
         least |= {"cache.sketch_home": "host", "placement.weights_on_gpu": 0.0, "cache.gpu_window": 256}
         plain = config_of(**({"schedule.mode": job.config.schedule.mode} | least | job.given | job.others))
         modes = layer_modes(plain, choice.spec.num_layers)
-        plan = build.plan_memory(choice, plain, modes, job.batch, job.capacity)
+        plan = memory_plan.plan_memory(choice, plain, modes, job.batch, job.capacity)
         assert job.device == "cpu" or not plan.fits(budget, job.host_bytes)
 
 

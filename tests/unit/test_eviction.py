@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridgen.config import Config, EvictionConfig, Setting, build_config, load_strategy, merge_settings
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
 from hybridgen.selection.eviction import POLICIES, Budget, kept_rows
@@ -93,7 +93,7 @@ def test_the_plan(config_of: Callable[..., Config], strategy: str, home: str) ->
         config = replace(config, eviction=replace(config.eviction, heavy=30, recent=8))
     batch, capacity, choice = 2, 110, build.choose_model(config)
     modes = layer_modes(config, choice.spec.num_layers)
-    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    plan = memory_plan.plan_memory(choice, config, modes, batch, capacity)
     with LLM.from_parts(config, choice, build.obtain_weights(choice, config, needs_text=False), modes) as llm:
         live = llm.new_batch([capacity] * batch)
         llm.prefill(live, [list(range(3, 103))] * batch)

@@ -11,7 +11,7 @@ import torch
 
 from hybridgen.cli import Parser, add_engine_flags, given_settings
 from hybridgen.config import Config, with_settings
-from hybridgen.engine import build
+from hybridgen.engine import memory_plan
 from hybridgen.engine.admission import Admission, admit
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.memory_budget import WITHOUT_AUTO, Settled, settle
@@ -27,7 +27,7 @@ INT2: dict[str, Any] = {"cache.sketch": "int2"}
 
 def settled(alias: str, tokens: int, device_gib: float, free: Any = WITHOUT_AUTO, **values: Any) -> Settled:
     found = settle(choice_of(alias), config_of(**values), 1, tokens + 32, (int(device_gib * GIB), HOST), free)
-    assert found.plan == build.plan_memory(choice_of(alias), found.config, found.modes, 1, tokens + 32)
+    assert found.plan == memory_plan.plan_memory(choice_of(alias), found.config, found.modes, 1, tokens + 32)
     return found
 
 

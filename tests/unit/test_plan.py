@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridgen.config import Setting, build_config
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.admission import admit
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
@@ -98,7 +98,7 @@ def test_the_plan_is_what_is_allocated(tiny: Path, dtype: str, key_type: str, sk
     batch, capacity = 3, 500
     choice = build.choose_model(config)
     modes = layer_modes(config, choice.spec.num_layers)
-    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    plan = memory_plan.plan_memory(choice, config, modes, batch, capacity)
     weights = build.obtain_weights(choice, config, needs_text=False)
     tensors = [*weights.tensors.shared.values(), *(t for w in weights.tensors.layers for t in w.values())]
     assert plan.device["weights"] == sum(tensor.nbytes for tensor in tensors)
@@ -128,7 +128,7 @@ def test_the_plan_of_sketches_on_the_device(tiny: Path, sketch: str) -> None:
     batch, capacity = 3, 500
     choice = build.choose_model(config)
     modes = layer_modes(config, choice.spec.num_layers)
-    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    plan = memory_plan.plan_memory(choice, config, modes, batch, capacity)
     with LLM.from_parts(config, choice, build.obtain_weights(choice, config, needs_text=False), modes) as llm:
         new = llm.new_batch([capacity] * batch)
         llm.prefill(new, [[5, 6, 7]] * batch)  # which makes the skewing matrices
@@ -148,7 +148,7 @@ def test_the_plan_of_strategies_that_attend_to_all(tiny: Path, executor: str, ca
     config = config_of(tiny, attention__executor=executor, cache__gpu_window=50, model__dtype="bfloat16")
     batch, choice = 3, build.choose_model(config)
     modes = layer_modes(config, choice.spec.num_layers)
-    plan = build.plan_memory(choice, config, modes, batch, capacity)
+    plan = memory_plan.plan_memory(choice, config, modes, batch, capacity)
     with LLM.from_parts(config, choice, build.obtain_weights(choice, config, needs_text=False), modes) as llm:
         (micro_batch,) = llm.new_batch([capacity] * batch).micro_batches
         kvs: list[Any] = [layer._kv for layer in micro_batch.layers]  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridgen.engine import build
+from hybridgen.engine import build, memory_plan
 from hybridgen.engine.admission import admit
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
@@ -122,7 +122,7 @@ def test_the_plan_of_a_run(tiny: Path) -> None:
             config = config_of(tiny, placement__weights_on_gpu=share, placement__prefetch_depth=depth)
             choice = build.choose_model(config)
             modes = layer_modes(config, choice.spec.num_layers)
-            plan = build.plan_memory(choice, config, modes, 1, 300)
+            plan = memory_plan.plan_memory(choice, config, modes, 1, 300)
             loaded = build.obtain_weights(choice, config, needs_text=False)
             tensors = [*loaded.tensors.shared.values(), *(t for w in loaded.tensors.layers for t in w.values())]
             assert plan.device["weights"] == sum(tensor.nbytes for tensor in tensors)
@@ -147,7 +147,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, alias: str, device_limit: int, host_limit: int, **values: Any) -> Any:
     """A choice and a config as if there were a GPU of this size."""
-    monkeypatch.setattr(build, "memory_limits", lambda config, device: (device_limit, host_limit))
+    monkeypatch.setattr(memory_plan, "memory_limits", lambda config, device: (device_limit, host_limit))
     config = config_of(alias, model__dtype="bfloat16", **values)
     choice = build.choose_model(config)
     return build.ModelChoice(choice.location, choice.spec, choice.family, torch.device("cuda", 0), choice.dtype), config
@@ -164,7 +164,7 @@ def test_auto_is_the_largest_share_that_fits(monkeypatch: pytest.MonkeyPatch) ->
     assert "select" in admission.modes, "room for resident KV is not made by streaming weights"
     assert 11.9 * GIB < admission.plan.device_bytes <= 12 * GIB
     for more in [s for s in possible_shares(layer_shapes(choice.family, choice.spec)) if s > share + 1e-9]:
-        plan = build.plan_memory(choice, build.with_share(admission.config, more), admission.modes, 1, 8224)
+        plan = memory_plan.plan_memory(choice, memory_plan.with_share(admission.config, more), admission.modes, 1, 8224)
         assert not plan.fits(12 * GIB, 64 * GIB)
     # Host memory counts as well: the share below which the host has no room is refused, too.
     choice, config = on_a_gpu(monkeypatch, "llama-3.1-8b", 12 * GIB, 5 * GIB)
@@ -178,7 +178,7 @@ def test_a_refusal_names_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InsufficientMemoryError, match=r"what would fit: --weights-on-gpu 0\.\d\d$") as error:
         admit(choice, config, 8192, 32, 1)
     share = float(str(error.value).split()[-1])
-    assert admit(choice, build.with_share(config, share), 8192, 32, 1).plan.fits(12 * GIB, 64 * GIB)
+    assert admit(choice, memory_plan.with_share(config, share), 8192, 32, 1).plan.fits(12 * GIB, 64 * GIB)
     choice, config = on_a_gpu(monkeypatch, "llama-3.1-8b", 17 * GIB, 64 * GIB, placement__weights_on_gpu=1.0)
     with pytest.raises(InsufficientMemoryError, match=r"what would fit: --seq \d+"):
         admit(choice, config, 200_000 - 100_000, 32, 1)
@@ -187,7 +187,7 @@ def test_a_refusal_names_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_auto_is_everything(tiny: Path) -> None:
     config = config_of(tiny, placement__host_memory_bytes=1)
     choice = build.choose_model(config)
-    plan = settle(choice, config, 1, 300, build.memory_limits(config, choice.device)).plan
+    plan = settle(choice, config, 1, 300, memory_plan.memory_limits(config, choice.device)).plan
     assert plan.weights_on_gpu == 1.0 and plan.host["streamed weights"] == 0
 
 

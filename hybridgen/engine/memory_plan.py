@@ -1,0 +1,207 @@
+"""What a job needs on the device and on the host, by the shapes that the engine's parts allocate; and what there is."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from hybridgen.attention.resident import splits_for
+from hybridgen.attention.tiered import Kernels
+from hybridgen.config import Config, with_settings
+from hybridgen.engine import build
+from hybridgen.engine.build import ModelChoice
+from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.scheduling import most_fetched, names_candidates
+from hybridgen.kv_cache.host_keys import key_parts, sketch_parts
+from hybridgen.kv_cache.layout import device_shape, host_shape, tensor_bytes
+from hybridgen.kv_cache.partial_keys import skew_shape
+from hybridgen.kv_cache.quantize import ENCODED_AT_ONCE
+from hybridgen.models.spec import LayerSpec
+from hybridgen.offload.weights import WeightFootprint, weight_footprint
+from hybridgen.placement.plan import GIB, MemoryPlan
+from hybridgen.selection.eviction import policy_of
+from hybridgen.selection.eviction.base import SCORED_AT_ONCE
+
+CUDA_RESERVE_BYTES = GIB * 6 // 10  # context, loaded kernels, library workspaces
+PLANNED_SHARE = 0.98  # of --gpu-memory: measured peaks were up to 1.7 % above their plans
+
+
+def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int]:
+    """Bytes that may be planned with on the device (None without a GPU) and on the host."""
+    host = config.placement.host_memory_bytes or int(0.9 * psutil.virtual_memory().available)
+    if device.type != "cuda":
+        return None, host
+    free, _ = torch.cuda.mem_get_info(device)
+    asked = config.placement.gpu_memory_bytes
+    return int(0.9 * free if asked is None else PLANNED_SHARE * min(asked, free)), host
+
+
+def plan_memory(
+    choice: ModelChoice, config: Config, modes: tuple[LayerMode, ...], batch: int, capacity: int
+) -> MemoryPlan:
+    """What `batch` sequences of up to `capacity` tokens need, by the shapes that the caches allocate.
+
+    What config leaves on `auto` is as it is without a budget: `engine.memory_budget` settles it first.
+    """
+    spec, dtype = choice.spec, choice.dtype
+    layout, element, keys_as = build.window_layout(config), dtype.itemsize, build.key_storage(config, dtype)
+    plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
+    kept = scoring = attending = 0
+    resident = window = host = staging = logits = past = listed = sketches = encoding = streamed = 0
+    for layer, mode in zip(spec.layers, modes, strict=True):
+        past = max(past, layer.kv_bytes_per_token(element) * capacity)
+        if mode == "resident":
+            resident += 2 * tensor_bytes(device_shape(layer, batch, capacity), dtype)
+            continue
+        if mode == "evicting":
+            slots, prompt, step = _evicting_bytes(layer, batch, capacity, config, choice)
+            kept, scoring, attending = kept + slots, max(scoring, prompt), max(attending, step)
+            if config.eviction.home == "host":
+                rows = tensor_bytes(device_shape(layer, batch, build.host_slots(config, capacity)), dtype)
+                host, streamed = host + 2 * rows, max(streamed, 4 * rows)
+            continue
+        shape = host_shape(layer, batch, layout, capacity)
+        window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
+        host += tensor_bytes(shape, dtype) + sum(tensor_bytes(*part) for part in key_parts(shape, keys_as))
+        if mode == "streamed":
+            kernels = build.device_kernels(config, choice.device)
+            needed = _streamed_bytes(layer, batch, shape[2], layout.rows, dtype, kernels)
+            streamed = max(streamed, needed)
+            continue
+        head = capacity * layer.head_dim
+        keys = min(layer.num_kv_heads * head, max(ENCODED_AT_ONCE, head))
+        # Making codes of keys, and judging them, takes several float32 copies of those that are encoded at a time
+        # (measured: 5.9 and 2.8 times float16 keys).
+        if keys_as.bits is not None or keys_as.stored is torch.int8:
+            encoding = max(encoding, keys * (12 if keys_as.bits is not None else 6))
+        if keys_as.on_device:
+            sketches += sum(tensor_bytes(*part) for part in sketch_parts(shape, keys_as, dtype))
+        if keys_as.sketch == "partial":  # and the queries of one KV head, skewed, in float32
+            sketches += tensor_bytes(skew_shape(layer), torch.float32)
+            encoding = max(encoding, 8 * layer.group_size * head)
+        if mode == "on_cpu":
+            contexts = batch * layer.num_heads * (2 * layer.head_dim + 1) * 4
+            name = "query and context for the CPU"
+            plan.host[name] = max(plan.host.get(name, 0), 2 * contexts)
+            continue
+        fetched = most_fetched(config, layout.host_rows(capacity))
+        rows = batch * layer.num_kv_heads * (fetched + layout.rows)
+        # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
+        encoded = 0 if keys_as.stored is dtype else fetched * (layer.head_dim * keys_as.stored.itemsize + 4)
+        staging = max(
+            staging,
+            batch * layer.kv_bytes_per_token(element) * fetched * 2
+            + 2 * batch * layer.num_kv_heads * encoded
+            + rows * layer.head_dim * 8,
+        )
+        # Two scans in flight; then probabilities, 8-byte sort keys and their order for one of them.
+        scores = batch * layer.num_heads * shape[2]
+        logits = max(logits, scores * 4 * 2 + scores * 4 * 2 + batch * layer.num_kv_heads * shape[2] * 28)
+        if names_candidates(config):
+            listed += tensor_bytes(shape[:3], torch.int32)
+        plan.host["query and logits of the scans"] = max(
+            plan.host.get("query and logits of the scans", 0), 2 * scores * 4
+        )
+    chunk = min(build.prefill_chunk(config, choice.device), capacity)
+    widest = max(layer.num_heads * layer.head_dim * 4 for layer in spec.layers)
+    widest = max(widest, choice.family.mlp_tensors * spec.intermediate_size)
+    parts = 0  # of attention over KV that is all on a GPU
+    if choice.device.type == "cuda" and "resident" in modes:
+        parts = batch * splits_for(capacity) * max(layer.num_heads * (layer.head_dim + 2) for layer in spec.layers) * 4
+    attended = max(layer.num_heads * layer.head_dim for layer in spec.layers)
+    repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
+    on_flash = choice.device.type == "cuda" and dtype != torch.float32
+    plan.device = {
+        "weights": 0,
+        "slots for streamed weights": 0,
+        "KV of resident layers": resident,
+        "attention over resident KV": parts,
+        "KV of sinks and windows": window,
+        "KV that is not evicted": kept,
+        "attention over what is kept": attending,
+        "sketches of the host's keys": sketches,
+        "fetched rows": staging,
+        "streamed KV of two layers": streamed,
+        "logits and choice": logits,
+        "mass lately and candidates": 2 * listed,
+        "prefill: hidden states": batch * capacity * spec.hidden_size * element,
+        # Two: the layer at work, and one that is leaving for the host.
+        "prefill: KV of one sequence": past * (2 if on_flash or repeated == 1 else 2 + repeated),
+        "prefill: queries and context": 2 * capacity * attended * element,
+        "prefill: keys in fewer bits": encoding,
+        "prefill: scores": scoring,
+        "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,
+        "LM head": batch * spec.vocab_size * 8,
+    }
+    if choice.device.type == "cuda":
+        plan.device["CUDA context and libraries"] = CUDA_RESERVE_BYTES
+    plan.host = {"KV host tier": host, "candidates": listed, **plan.host}
+    return place_weights(choice, config, plan)
+
+
+def _evicting_bytes(
+    layer: LayerSpec, batch: int, capacity: int, config: Config, choice: ModelChoice
+) -> tuple[int, int, int]:
+    """Of a layer that evicts, on the device: its slots; scoring a prompt and choosing of it; attention of a step."""
+    build.reindexes(config, layer)  # an error comes early
+    eviction, policy, slots = config.eviction, policy_of(config.eviction), build.most_kept_tokens(config, capacity) + 1
+    if eviction.home == "host":
+        slots = build.host_slots(config, capacity)
+    rows = batch * layer.num_kv_heads * slots
+    kept = rows * (8 + 4 + 1)  # position, score, closed
+    if eviction.home == "device":
+        kept += 2 * tensor_bytes(device_shape(layer, batch, slots), choice.dtype)
+    at_once = max(layer.num_heads * capacity, min(SCORED_AT_ONCE, layer.num_heads * capacity**2))
+    copies = 4 if eviction.prefill == "windowed" else policy.prompt_copies
+    if policy.prompt_kernel and choice.device.type == "cuda":
+        at_once, copies = layer.num_heads * capacity, 4  # sums of rows, numbers of queries and what makes them
+    chosen = layer.num_kv_heads * capacity * 40  # scores, positions, sort keys and their order
+    scoring = copies * at_once * 4 + chosen + capacity * layer.kv_bytes_per_token(choice.dtype.itemsize)
+    copied = 0 if choice.device.type == "cuda" or choice.dtype is torch.float32 else rows * layer.head_dim * 4
+    logits = batch * layer.num_heads * slots * 4 * (2 + policy.prompt_copies)
+    return kept, scoring, logits + rows * 24 + copied
+
+
+def _streamed_bytes(layer: LayerSpec, batch: int, rows: int, window: int, dtype: torch.dtype, kernels: Kernels) -> int:
+    """Of layers whose host rows pass through the device: K and V of two of them, and what attention to one makes."""
+    slots = 2 * batch * rows * layer.kv_bytes_per_token(dtype.itemsize)
+    if kernels != "torch":
+        return slots + batch * layer.num_heads * (layer.head_dim + 2) * 4 * -(-(rows + window) // 256)
+    # Logits and weights of all sequences; of one, float32 copies of K, then of V.
+    logits = batch * layer.num_heads * (rows + window) * 4 * 3
+    copied = 0 if dtype is torch.float32 else layer.num_kv_heads * (rows + window) * layer.head_dim * 4
+    return slots + logits + copied
+
+
+def place_weights(choice: ModelChoice, config: Config, plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the weights where config wants them; `auto` is all of them on the device."""
+    share = config.placement.weights_on_gpu
+    needed = footprint(choice, config, 1.0 if share == "auto" else share)
+    device = {"weights": needed.device_bytes, "slots for streamed weights": needed.staging_bytes}
+    host = {"streamed weights": needed.host_bytes}
+    return MemoryPlan(plan.device_is_host, plan.device | device, plan.host | host, needed.share)
+
+
+def without_weights(plan: MemoryPlan) -> tuple[int, int]:
+    """Bytes of all that `place_weights` does not place: on the device, and on the host beside that."""
+    placed = ("weights", "slots for streamed weights", "streamed weights")
+    parts = ({name: size for name, size in items.items() if name not in placed} for items in (plan.device, plan.host))
+    device, host = (sum(part.values()) for part in parts)
+    return device, host
+
+
+def footprint(choice: ModelChoice, config: Config, share: float) -> WeightFootprint:
+    """Bytes of all weights with this share of the decoder layers' on the device."""
+    return weight_footprint(choice.family, choice.spec, choice.dtype, share, config.placement.prefetch_depth)
+
+
+def settled(config: Config, plan: MemoryPlan) -> Config:
+    """The config with the share that the plan found, if it asks for `auto`."""
+    if config.placement.weights_on_gpu != "auto" or plan.weights_on_gpu is None:
+        return config
+    return with_share(config, plan.weights_on_gpu)
+
+
+def with_share(config: Config, share: float) -> Config:
+    """The config that asks for this share of the weights on the device."""
+    return with_settings(config, {"placement.weights_on_gpu": share})
