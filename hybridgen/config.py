@@ -135,7 +135,7 @@ class RuntimeConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     prefill_chunk: int = 0  # tokens of one prefill piece; 0: 2048 on the CPU, 4096 on a GPU
-    micro_batch: int = 0  # sequences of one micro-batch; 0: all
+    micro_batch: float | int = 0  # sequences of one micro-batch (0: all); a float is a share of the batch, rounded up
     worker_threads: int | Literal["auto"] = "auto"
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention; native: C++ on the CPU
@@ -402,7 +402,10 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "schedule.most_extra": ("a factor >= 1", lambda v: v >= 1),
     "schedule.paper_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),
     "runtime.prefill_chunk": ("a number of tokens >= 0 (0: automatic)", lambda v: v >= 0),
-    "runtime.micro_batch": ("a number of sequences >= 0 (0: all)", lambda v: v >= 0),
+    "runtime.micro_batch": (
+        "a number of sequences >= 0 (0: all), or a share of the batch with a decimal point, in (0, 1]",
+        lambda v: v >= 0 if isinstance(v, int) else 0 < v <= 1,
+    ),
     "runtime.worker_threads": ("'auto' or a number >= 0", lambda v: v == "auto" or v >= 0),
     "runtime.torch_threads": ("'auto' or a number >= 1", lambda v: v == "auto" or v >= 1),
     "runtime.mass_probe_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),

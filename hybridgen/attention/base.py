@@ -63,6 +63,14 @@ class LayerAttention(ABC):
     def choose(self) -> None:  # noqa: B027 - not abstract: most executors have nothing to choose
         """Choose from the scores of `submit` and start the fetch; nothing to do elsewhere."""
 
+    #: The host works between `begin` and `attend`, so other micro-batches' layers had better run meanwhile.
+    leaves_to_host: bool = False
+
+    def begin(  # noqa: B027 - not abstract: most executors leave nothing to the host
+        self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan
+    ) -> None:
+        """What can start before `attend`, which gets the same arguments; called just before it, or a while."""
+
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
         """Add the new token's key, value [B, Hkv, d]; context of query [B, Hq, d] as [B, Hq * d]."""

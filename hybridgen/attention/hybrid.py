@@ -29,7 +29,8 @@ from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.host_memory import HostBuffer
-from hybridgen.offload.logit_worker import LogitWorker, ScannedKeys, ScanTicket
+from hybridgen.offload.logit_worker import LogitWorker, ScanTicket
+from hybridgen.offload.scanned_keys import ScannedKeys
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 from hybridgen.selection.budget import (
     KeepLimits,

@@ -1,8 +1,8 @@
 """The CPU attends to all K and V of the host tier where they lie: FlexGen's other way (algorithms.md, AoC).
 
 The query goes to the host and a context comes back, with the log-sum-exp by which it is merged with the device's own
-over sinks and window. The layer needs its true query, so the device waits for the CPU: nothing is left to overlap but
-the window's attention.
+over sinks and window. The layer needs its true query, so of one micro-batch nothing is left to overlap but the window's
+attention; with several, the device runs the others' layers meanwhile (MoE-Lightning, ASPLOS'25: algorithms.md 2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridgen.attention.base import DecodePlace
 from hybridgen.attention.tiered import Kernels, Partial, TieredAttention, attend_device_rows, merge
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
-from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.logit_worker import AttentionTicket, LogitWorker
 from hybridgen.offload.transfer import TransferEngine
 from hybridgen.types import LayerPlan
 
@@ -32,24 +32,36 @@ class OnCpuAttention(TieredAttention):
     ) -> None:
         super().__init__(layer, spec, kv, transfer)
         self._kernels, self._worker = kernels, worker
+        # Between `begin` and `attend`: attention to the device's rows, and the host's under way.
+        self._window: Partial | None = None
+        self._on_host: AttentionTicket | None = None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
+    leaves_to_host = True
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> None:
+        """The query goes to the host, which attends to its rows; meanwhile the device does to its own."""
         kv, scale = self._kv, self._spec.scale
-        lengths, host = kv.admit(), None
+        lengths = kv.admit()
         if max(lengths):
-            host = self._worker.attend(query, kv.host_keys.scanned(), kv.host_values, lengths, scale, self._layer)
+            keys, values = kv.host_keys.scanned(), kv.host_values
+            self._on_host = self._worker.attend(query, keys, values, lengths, scale, self._layer)
 
         def work() -> Partial:
             kv.write(key, value, place.slots)
             return attend_device_rows(self._kernels, query, kv, None, scale)
 
         with self._telemetry.span("attention", self._layer):
-            window = self.pieces.run("attend", (query, key, value, place.slots), work, lasts=False)
+            self._window = self.pieces.run("attend", (query, key, value, place.slots), work, lasts=False)
         kv.grow()
-        context = window[0]
-        if host is not None:
-            partial = host.partial()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
+        assert self._window is not None
+        context, on_host = self._window[0], self._on_host
+        if on_host is not None:
+            with self._telemetry.span("link_wait", self._layer):
+                partial = on_host.partial()
             with self._telemetry.span("merge", self._layer):
-                context = merge(window, partial)
-            host.release(self._transfer.mark())
+                context = merge(self._window, partial)
+            on_host.release(self._transfer.mark())
+        self._window = self._on_host = None
         return self.pieces.hold("context", context.to(query.dtype).reshape(query.shape[0], -1))

@@ -7,6 +7,7 @@ then `obtain_weights`, then `LLM`. So an impossible job is refused before anythi
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,6 +216,12 @@ def host_slots(config: Config, capacity: int) -> int:
 def prefill_chunk(config: Config, device: torch.device) -> int:
     """Tokens of one prefill piece."""
     return config.runtime.prefill_chunk or (4096 if device.type == "cuda" else 2048)
+
+
+def micro_batch_size(config: Config, sequences: int) -> int:
+    """Sequences of one micro-batch, of so many in all; 0: all of them."""
+    asked = config.runtime.micro_batch
+    return asked if isinstance(asked, int) else math.ceil(asked * sequences)
 
 
 def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]]:

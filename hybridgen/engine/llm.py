@@ -201,7 +201,7 @@ class LLM:
         self.model.extend_positions(max(capacities, default=0) or 1)
         if schedule is None:
             schedule = make_schedule(self.config, self.modes, random_weights=self.weights.kind == "random")
-        micro_batch = self.config.runtime.micro_batch
+        micro_batch = build.micro_batch_size(self.config, len(capacities))
         transfer = self._transfer
         batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule, transfer)
         if self.config.attention.predictor == "delta" and "lookahead" in self.modes:

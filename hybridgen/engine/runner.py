@@ -83,15 +83,27 @@ class Runner:
 
     def _decode_layers(self, states: list[_DecodeState], plan: StepPlan) -> list[Tensor]:
         """What comes out of the last layer, for each micro-batch [B, hidden]."""
+        # Where the host attends, each micro-batch is half a layer ahead of the others in turn, so that the host always
+        # has one to attend to while the device is at work for another (MoE-Lightning, ASPLOS'25: CGOPipe).
+        staggered = len(states) > 1 and any(attention.leaves_to_host for attention in states[0].layers)
         for state in states:
             state.x = state.embedded
+        if staggered:
+            self._weights.issue(0)
+            for state in states:
+                self._begin_layer(0, state, plan)
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
             for state in states:
-                self._decode_layer(layer, state, plan)
+                if not staggered:
+                    self._begin_layer(layer, state, plan)
+                self._finish_layer(layer, state, plan)
+                if staggered and layer + 1 < self.model.spec.num_layers:
+                    self._begin_layer(layer + 1, state, plan)
         return [state.x for state in states]
 
-    def _decode_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
+    def _begin_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
+        """Up to where attention needs what the host and the link bring."""
         model, span, weights = self.model, self._telemetry.span, self._weights.wait(layer)
         attention, following = state.layers[layer], layer + 1
         looks_ahead = following < len(state.layers) and state.layers[following].predicts
@@ -105,12 +117,18 @@ class Runner:
         with span("qkv", layer):
             inputs = (state.x, *state.positions.tensors())
             project = partial(model.qkv, layer, weights, state.x, state.positions)
-            query, key, value = state.pieces.run(("qkv", layer), inputs, project, lasts=False)
-        context = attention.attend(query, key, value, state.place, plan.layers[layer])
+            state.projected = state.pieces.run(("qkv", layer), inputs, project, lasts=False)
+        attention.begin(*state.projected, state.place, plan.layers[layer])
+
+    def _finish_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
+        """Attention, and what comes after it."""
+        model, span, weights = self.model, self._telemetry.span, self._weights.wait(layer)
+        attention = state.layers[layer]
+        context = attention.attend(*state.projected, state.place, plan.layers[layer])
         with span("mlp", layer):
             before = state.x
             finish = partial(model.finish, layer, weights, before, context)
-            is_last = following == len(state.layers)
+            is_last = layer + 1 == len(state.layers)
             state.x = state.pieces.run(("mlp", layer), (before, context), finish, lasts=is_last)
             if state.changes is not None:
                 torch.sub(state.x, before, out=state.changes[layer])
@@ -231,6 +249,7 @@ class _DecodeState:
         positions, members = model.positions(self.place.index), micro_batch.members
         self.embedded = micro_batch.pieces.hold("x", model.embed(tokens[members.start : members.stop], positions))
         self.x = self.embedded
+        self.projected: tuple[Tensor, Tensor, Tensor] = (self.x, self.x, self.x)  # query, key, value of the layer begun
         self.positions = positions.held(micro_batch.pieces.hold)
 
     def structure(self, plan: StepPlan) -> Hashable | None:

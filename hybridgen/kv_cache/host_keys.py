@@ -27,7 +27,7 @@ from hybridgen.kv_cache.quantize import (
 )
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
-from hybridgen.offload.logit_worker import ScannedKeys
+from hybridgen.offload.scanned_keys import ScannedKeys
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
 
 Shape = tuple[int, int, int, int]

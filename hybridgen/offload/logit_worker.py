@@ -12,13 +12,13 @@ import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
+from hybridgen.offload.scanned_keys import KEY_TYPES, ScannedKeys, described
 from hybridgen.offload.transfer import LazyTransfer, Ticket, TransferEngine
 from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 
@@ -30,40 +30,34 @@ except ImportError as error:
         f"or `bash scripts/quickstart.sh` ({error})"
     ) from None
 
-KEY_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-SKETCH_BLOCK = 64  # tokens of a sketch's block, as in kv_cache/quantize.py and cpp_ext/kernels/scan.h
-_BYTES_PER_CHANNEL = {"int4": 36, "int2": 20}  # of a sketch's block: codes, scale and zero
 
-
-@dataclass(frozen=True)
-class ScannedKeys:
-    """Keys in fewer bits, in host memory, as `kv_cache/quantize.py` makes them.
-
-    kind: "int8" (in place of the keys), "int4" or "int2" (a sketch of them).
-    codes: int8 [B, Hkv, N, d], channels contiguous; of a sketch uint8 [B, Hkv, N / 64, bytes of a block], blocks
-    contiguous. scales: float32 [B, Hkv, N], tokens contiguous, of int8 only. mean: float32 [B, Hkv, d], contiguous:
-    what was taken off the keys; None: nothing was.
-    """
-
-    kind: str
-    codes: HostBuffer
-    scales: HostBuffer | None = None
-    mean: HostBuffer | None = None
-
-
-@dataclass(eq=False)
-class _Buffers:
-    """What one scan in flight needs, in host memory that the device sees."""
+@dataclass(eq=False, kw_only=True)
+class _InFlight:
+    """What one job in flight needs, in host memory that the device sees."""
 
     query: HostBuffer  # float32 [B, Hq, d]
+    last_use: Ticket  # after which it may be written again
+    place: tuple[int, ...]  # where it is kept when free
+    number: int  # the lowest is used first
+    words: tuple[HostBuffer, HostBuffer]  # int32 [1]: the device's start signal, and the job's end
+    turn: int = 0  # of the job it serves: the value of both words
+
+
+@dataclass(eq=False, kw_only=True)
+class _Buffers(_InFlight):
+    """Of a scan; place: shape of the query, and whether the layer is odd."""
+
     logits: HostBuffer  # float32 [B, Hq, N], or float16 below `maxima`
     maxima: HostBuffer | None  # float32 [B, Hq, N / 256]
-    last_use: Ticket  # after which they may be written again
-    place: tuple[int, ...]  # where they are kept when free: shape of the query, and whether the layer is odd
-    number: int  # the lowest is used first
-    words: tuple[HostBuffer, HostBuffer]  # int32 [1]: the device's start signal, and the scan's end
-    turn: int = 0  # of the scan they serve: the value of both words
     view: HostLogits | None = None  # of the logits, as they were last asked for
+
+
+@dataclass(eq=False, kw_only=True)
+class _AttentionBuffers(_InFlight):
+    """Of attention by the CPU; float32. place: shape of the query."""
+
+    context: HostBuffer  # [B, Hq, d]
+    log_sum: HostBuffer  # [B, Hq]
 
 
 class ScanTicket:
@@ -92,16 +86,6 @@ def selected_isa() -> str:
     return str(_C.selected_isa())
 
 
-@dataclass
-class _AttentionBuffers:
-    """What one attention job needs, in host memory that the device sees; float32."""
-
-    query: HostBuffer  # [B, Hq, d]
-    context: HostBuffer  # [B, Hq, d]
-    log_sum: HostBuffer  # [B, Hq]
-    last_use: Ticket  # after which they may be written again
-
-
 class AttentionTicket:
     """Attention by the CPU, under way."""
 
@@ -109,11 +93,12 @@ class AttentionTicket:
         self._worker, self._job, self._buffers, self._layer = worker, job, buffers, layer
 
     def partial(self) -> tuple[Tensor, Tensor]:
-        """Wait; context [B, Hq, d] and log sum exp(logit) [B, Hq], float32, in host memory that the device reads.
+        """Context [B, Hq, d] and log sum exp(logit) [B, Hq], float32, in host memory that the device reads.
 
-        Read each once. A sequence without host rows has 0 and -inf. Valid until `release`.
+        As of `ScanTicket.logits`: it is there for what is issued from now on. Read each once. A sequence without host
+        rows has 0 and -inf.
         """
-        self._worker._finish(self._job, "cpu_attention", self._layer)
+        self._worker._await(self._job, self._buffers, "cpu_attention", self._layer)
         context, log_sum = self._buffers.context.device_view, self._buffers.log_sum.device_view
         self._worker._telemetry.count_bytes("h2d", context.nbytes + log_sum.nbytes)
         return context, log_sum
@@ -121,6 +106,7 @@ class AttentionTicket:
     def release(self, after: Ticket) -> None:
         """Once `after` is over the result is not needed any more."""
         self._buffers.last_use = after
+        self._worker._free_attention[self._buffers.place].append(self._buffers)
 
 
 class LogitWorker:
@@ -151,11 +137,11 @@ class LogitWorker:
         self._numbers = itertools.count()
         # With signals, the device starts a scan and waits for it; the host only looks at what was measured, in the end.
         self._signals = transfer.signals and threads > 0
-        # Jobs, their layers, and what they read and write: alive until they are known to be over.
-        self._unsettled: deque[tuple[int, int, tuple[object, ...]]] = deque()
+        # Jobs, their stages and layers, and what they read and write: alive until they are known to be over.
+        self._unsettled: deque[tuple[int, str, int, tuple[object, ...]]] = deque()
         if self._signals:
             transfer.telemetry.settle = self._settle
-        self._attention: dict[tuple[int, ...], list[_AttentionBuffers]] = {}
+        self._free_attention: dict[tuple[int, ...], deque[_AttentionBuffers]] = {}
 
     @property
     def threads(self) -> int:
@@ -193,7 +179,7 @@ class LogitWorker:
         ValueError: what does not fit.
         """
         batch, heads, dim = query.shape
-        host_keys, tokens, arguments = _described(query, keys, lengths)
+        host_keys, tokens, arguments = described(query, keys, lengths)
         if rows is not None:
             listed = rows.tensor
             if listed.dtype is not torch.int32 or not listed.is_contiguous():
@@ -223,21 +209,11 @@ class LogitWorker:
             **arguments,
         )
         if self._signals:
-            buffers.turn = (buffers.turn + 1) % (1 << 32)
-            start, done = buffers.words
-            try:
-                self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
-                self._unsettled.append((job, layer, (buffers, keys, rows)))
-                query_target, last_use = buffers.query.device_view, buffers.last_use
-                self._transfer.copy_and_signal(query_target, query, last_use, start, buffers.turn)
-            except BaseException:
-                # It is scored by some older query, and nobody looks: but those behind it get their turn.
-                start.tensor.view(torch.uint32).fill_(buffers.turn)
-                raise
-            return ScanTicket(self, job, buffers, layer, max(lengths))
-        if self._lazy and rows_copied is not None:
-            rows_copied.wait()
-        self._start_after(copied, job)
+            self._start_by_signal(job, buffers, query, "scan", layer, (keys, rows))
+        else:
+            if self._lazy and rows_copied is not None:
+                rows_copied.wait()
+            self._start_after(copied, job)
         return ScanTicket(self, job, buffers, layer, max(lengths))
 
     def attend(
@@ -252,10 +228,10 @@ class LogitWorker:
         """Attend to the first lengths[b] rows of each sequence, all of them, in one pass.
 
         query: [B, Hq, d] on the device; keys: as for `submit`, no sketch; values: [B, Hkv, N, d], channels contiguous,
-        in host memory. Both stay alive and unchanged until the ticket's `partial` has returned, which also counts what
-        was read. ValueError: what does not fit.
+        in host memory. Both stay unchanged as long as a scan's keys, and what was read is counted as a scan's.
+        ValueError: what does not fit.
         """
-        _, _, arguments = _described(query, keys, lengths)
+        _, _, arguments = described(query, keys, lengths)
         rows = values.tensor
         if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
             raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
@@ -264,8 +240,11 @@ class LogitWorker:
                 f"values: {rows.dtype} {tuple(rows.shape)} for lengths {lengths} (allowed: {list(KEY_TYPES)}, channels "
                 "contiguous, a row for each token)"
             )
-        buffers = self._next_attention_buffers(tuple(query.shape))
-        copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
+        buffers = self._take_attention_buffers(tuple(query.shape))
+        copied = Ticket()
+        if not self._signals:
+            buffers.last_use.wait_host()
+            copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
         if self._lazy:
             buffers.context.tensor.fill_(float("nan"))
             buffers.log_sum.tensor.fill_(float("nan"))
@@ -280,7 +259,10 @@ class LogitWorker:
             hold=True,
             **arguments,
         )
-        self._start_after(copied, job)
+        if self._signals:
+            self._start_by_signal(job, buffers, query, "cpu_attention", layer, (keys, values))
+        else:
+            self._start_after(copied, job)
         return AttentionTicket(self, job, buffers, layer)
 
     def close(self) -> None:
@@ -290,6 +272,21 @@ class LogitWorker:
         if self._signals:
             self._telemetry.settle = None
 
+    def _start_by_signal(
+        self, job: int, buffers: _InFlight, query: Tensor, stage: str, layer: int, reads: tuple[object, ...]
+    ) -> None:
+        """The device sends the query and starts the job; reads: what has to live as long as that."""
+        buffers.turn = (buffers.turn + 1) % (1 << 32)
+        start, done = buffers.words
+        try:
+            self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
+            self._unsettled.append((job, stage, layer, (buffers, *reads)))
+            self._transfer.copy_and_signal(buffers.query.device_view, query, buffers.last_use, start, buffers.turn)
+        except BaseException:
+            # It is done by some older query, and nobody looks: but those behind it get their turn.
+            start.tensor.view(torch.uint32).fill_(buffers.turn)
+            raise
+
     def _start_after(self, copied: Ticket, job: int) -> None:
         """Have the job start once the query has been copied; with lazy transfers, when it is waited for."""
         if self._lazy:
@@ -298,17 +295,21 @@ class LogitWorker:
             self._transfer.call_after(copied, *self._pool.start_call(job))
 
     def _collect(self, job: int, buffers: _Buffers, layer: int, length: int) -> HostLogits:
-        if self._signals:
-            with self._telemetry.span("scan_wait", layer, row="choice"):
-                self._transfer.await_signal(buffers.words[1], buffers.turn)
-        else:
-            self._finish(job, "scan", layer)
+        self._await(job, buffers, "scan", layer, row="choice")
         logits = buffers.view
         if logits is None or logits.values.shape[2] != length:
             maxima = None if buffers.maxima is None else buffers.maxima.device_view
             logits = buffers.view = HostLogits(buffers.logits.device_view[:, :, :length], maxima)
         self._telemetry.count_bytes("h2d", logits.values.numel() * logits.values.element_size())
         return logits
+
+    def _await(self, job: int, buffers: _InFlight, stage: str, layer: int, row: str = "compute") -> None:
+        """What is issued from now on finds the job done. row: of a trace, where that is waited for."""
+        if not self._signals:
+            self._finish(job, stage, layer)
+            return
+        with self._telemetry.span("scan_wait", layer, row=row):
+            self._transfer.await_signal(buffers.words[1], buffers.turn)
 
     def _finish(self, job: int, stage: str, layer: int) -> None:
         """Wait for the job, and count what it read."""
@@ -341,103 +342,38 @@ class LogitWorker:
         parts = [((batch, heads, dim), torch.float32), ((batch, heads, length), dtype)]
         if self._in_half:
             parts.append(((batch, heads, length // LINK_TOKENS), torch.float32))
-        word_bytes = padded_bytes((1,), torch.int32)
-        slab = HostSlab(sum(padded_bytes(*part) for part in parts) + 2 * word_bytes, self._device)
+        slab = HostSlab(sum(padded_bytes(*part) for part in parts) + self._word_bytes, self._device)
         query, logits, *maxima = (slab.take(*part) for part in parts)
-        words = slab.take((1,), torch.int32), slab.take((1,), torch.int32)  # each alone in its cache line
+        return _Buffers(
+            query=query, logits=logits, maxima=maxima[0] if maxima else None, last_use=Ticket(), place=place,
+            number=next(self._numbers), words=self._words(slab),
+        )  # fmt: skip
+
+    _word_bytes = 2 * padded_bytes((1,), torch.int32)
+
+    def _words(self, slab: HostSlab) -> tuple[HostBuffer, HostBuffer]:
+        """Each alone in its cache line."""
+        words = slab.take((1,), torch.int32), slab.take((1,), torch.int32)
         for word in words:
             word.tensor.zero_()
-        return _Buffers(query, logits, maxima[0] if maxima else None, Ticket(), place, next(self._numbers), words)
+        return words
 
     def _settle(self) -> None:
-        """Count what scans have read and how long they took; they are over, or nearly so."""
+        """Count what jobs have read and how long they took; they are over, or nearly so."""
         while self._unsettled:
-            job, layer, _in_use = self._unsettled.popleft()
-            self._count(job, "scan", layer, help_=False)
+            job, stage, layer, _in_use = self._unsettled.popleft()
+            self._count(job, stage, layer, help_=False)
 
-    def _next_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
-        """Two in turn, so that a layer's query may leave before the last layer's context has been read."""
-        pair = self._attention.setdefault(shape, [])
-        if len(pair) < 2:
-            sizes = (shape, shape, shape[:2])
-            slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes), self._device)
-            query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
-            pair.append(_AttentionBuffers(query, context, log_sum, Ticket()))
-        else:
-            pair.append(pair.pop(0))
-            pair[-1].last_use.wait_host()
-        return pair[-1]
-
-
-def _described(query: Tensor, keys: HostBuffer | ScannedKeys, lengths: list[int]) -> tuple[Tensor, int, dict[str, Any]]:
-    """The keys, how many tokens they are of, and what `hybridgen._C` wants to know of them. ValueError: what does not
-    fit."""
-    batch, heads, dim = query.shape
-    if isinstance(keys, ScannedKeys):
-        key_type, host_keys, tokens = keys.kind, keys.codes.tensor, _check_scanned(keys, query)
-    else:
-        host_keys = keys.tensor
-        if host_keys.dim() != 4 or host_keys.shape[0] != batch or host_keys.shape[3] != dim:
-            raise ValueError(f"keys: shape {tuple(host_keys.shape)} does not match query {tuple(query.shape)}")
-        if host_keys.dtype not in KEY_TYPES or host_keys.stride(3) != 1:
-            raise ValueError(f"keys: dtype {host_keys.dtype} (allowed: {list(KEY_TYPES)}), channels contiguous")
-        key_type, tokens = KEY_TYPES[host_keys.dtype], host_keys.shape[2]
-    if len(lengths) != batch or max(lengths) > tokens:
-        raise ValueError(f"lengths: {lengths} do not fit keys of shape {tuple(host_keys.shape)}")
-    arguments = {
-        "keys": host_keys.data_ptr(),
-        "key_type": key_type,
-        "num_heads": heads,
-        "num_kv_heads": host_keys.shape[1],
-        "head_dim": dim,
-        "lengths": lengths,
-        "key_strides": tuple(host_keys.stride()[:3]),
-        **(_quantized_arguments(keys) if isinstance(keys, ScannedKeys) else {}),
-    }
-    return host_keys, tokens, arguments
-
-
-def _check_scanned(keys: ScannedKeys, query: Tensor) -> int:
-    """How many tokens there are. ValueError: what does not fit."""
-    batch, _, dim = query.shape
-    codes = keys.codes.tensor
-    sketch = keys.kind in _BYTES_PER_CHANNEL
-    if not sketch and keys.kind != "int8":
-        raise ValueError(f"keys: kind '{keys.kind}': must be int8, int4 or int2")
-    if codes.dim() != 4 or codes.shape[0] != batch:
-        raise ValueError(f"keys: shape {tuple(codes.shape)} does not match query {tuple(query.shape)}")
-    width, dtype = (_BYTES_PER_CHANNEL[keys.kind] * dim, torch.uint8) if sketch else (dim, torch.int8)
-    if codes.dtype is not dtype or codes.shape[3] != width or codes.stride(3) != 1:
-        raise ValueError(
-            f"keys: codes are {codes.dtype} {tuple(codes.shape)} with strides {codes.stride()}: "
-            f"must be {dtype} [B, Hkv, n, {width}], contiguous in the last dimension"
-        )
-    if sketch and keys.scales is not None:
-        raise ValueError(f"keys: {keys.kind} takes no scales, its blocks have their own")
-    if not sketch and keys.scales is None:
-        raise ValueError("keys: int8 needs scales")
-    if keys.scales is not None:
-        scales = keys.scales.tensor
-        if scales.dtype is not torch.float32 or scales.shape != codes.shape[:3] or scales.stride(2) != 1:
-            raise ValueError(
-                f"keys: scales are {scales.dtype} {tuple(scales.shape)} with strides {scales.stride()}: "
-                f"must be torch.float32 {tuple(codes.shape[:3])}, tokens contiguous"
-            )
-    if keys.mean is not None:
-        mean = keys.mean.tensor
-        want = (*codes.shape[:2], dim)
-        if mean.dtype is not torch.float32 or mean.shape != want or not mean.is_contiguous():
-            raise ValueError(
-                f"keys: mean is {mean.dtype} {tuple(mean.shape)} with strides {mean.stride()}: "
-                f"must be torch.float32 {want}, contiguous"
-            )
-    return codes.shape[2] * (SKETCH_BLOCK if sketch else 1)
-
-
-def _quantized_arguments(keys: ScannedKeys) -> dict[str, Any]:
-    """What `hybridgen._C` wants to know of them beside the codes."""
-    arguments: dict[str, Any] = {"key_mean": 0 if keys.mean is None else keys.mean.tensor.data_ptr()}
-    if keys.scales is not None:
-        scales = keys.scales.tensor
-        arguments |= {"key_scales": scales.data_ptr(), "scale_strides": tuple(scales.stride()[:2])}
-    return arguments
+    def _take_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
+        """Those that are free for the longest time. Two or more in turn: a query may leave before the context of the
+        layer before has been read."""
+        free = self._free_attention.setdefault(shape, deque())
+        if len(free) > 1:
+            return free.popleft()
+        sizes = (shape, shape, shape[:2])
+        slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes) + self._word_bytes, self._device)
+        query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
+        return _AttentionBuffers(
+            query=query, context=context, log_sum=log_sum, last_use=Ticket(), place=shape, number=next(self._numbers),
+            words=self._words(slab),
+        )  # fmt: skip

@@ -28,7 +28,8 @@ BLOCK = 64
 EVICTING = ("h2o", "keyformer", "snapkv", "streaming-llm", "streaming-llm-original")
 ALL_WITHIN: dict[str, Any] = {"selection__alpha": 1e9}  # of the largest logit: K is the cap
 EXACTLY: dict[str, dict[str, Any]] = {  # known to the byte
-    **{name: {} for name in ("full", "aog", "aoc", "offload-dense", "hybridgen", "hybridgen-paper", "quest")},
+    **{name: {} for name in ("full", "aog", "aoc", "offload-dense", "moe-lightning")},
+    **{name: {} for name in ("hybridgen", "hybridgen-paper", "quest")},
     "infinigen": ALL_WITHIN,
 }
 

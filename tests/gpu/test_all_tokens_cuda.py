@@ -62,11 +62,19 @@ def test_tokens_of_full_attention_by_torch(strategy: str, directory: Path) -> No
     assert generate(model, strategy, **{"runtime.kernels": "torch"}) == generate(model, "full", "cpu")
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("strategy", ["aog", "aoc"])
-def test_micro_batches_and_streamed_weights(strategy: str, directory: Path) -> None:
+def test_micro_batches_and_streamed_weights(strategy: str, micro_batch: int, directory: Path) -> None:
     model = save_tiny_model("llama-gqa3", directory)
-    overrides = {"runtime.micro_batch": 2, "runtime.prefill_chunk": 50, "placement.weights_on_gpu": 0.3}
+    overrides = {"runtime.micro_batch": micro_batch, "runtime.prefill_chunk": 50, "placement.weights_on_gpu": 0.3}
     assert generate(model, strategy, **overrides) == generate(model, "full", "cpu")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_staggered_micro_batches(name: str, micro_batch: int, directory: Path) -> None:
+    model = save_tiny_model(name, directory)
+    assert generate(model, "moe-lightning", **{"runtime.micro_batch": micro_batch}) == generate(model, "full", "cpu")
 
 
 def test_int8_keys_for_the_cpu(directory: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hybridgen import _C
 from hybridgen.kv_cache.quantize import key_mean, make_sketch, quantize_int8
 from hybridgen.offload.host_memory import HostBuffer
-from hybridgen.offload.logit_worker import LogitWorker, ScannedKeys
+from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.scanned_keys import ScannedKeys
 from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, Ticket
 from hybridgen.telemetry import Telemetry
 from tests.kernels.scan_case import ISAS, QUANTIZED, SKETCH_BITS, QuantizedCase
