@@ -157,12 +157,14 @@ class _Bench:
                 pool.fill(key_type)
                 # A neighbour may have been busy before.
                 rows += cpu.read_again(pool, walk_bytes, rows, loops)
+                read = cpu.best_read(pool, walk_bytes, rows, loops)
                 for case in of_type:
                     for threads in counts:
                         torch_gbps = None
+                        beside = read if threads in counts[-2:] else None  # those that the engine uses
                         for isa in self.isas:
                             step(f"{key_type}, {case.shape.name}, {threads} threads")
-                            row = cpu.measure_scan(case, pool, threads, isa, rounds)
+                            row = cpu.measure_scan(case, pool, threads, isa, rounds, beside)
                             torch_gbps = torch_gbps or cpu.measure_torch(case, pool, threads, torch_s)
                             rows.append(replace(row, torch_gbps=torch_gbps))
             if _above(rows):
@@ -286,7 +288,7 @@ def cpu_table(rows: Sequence[Row]) -> str:
     lines = []
     reads = [row for row in rows if row.kernel == "read"]
     by_threads = [max((row.gbps for row in reads if row.threads == n), default=None) for n in counts]
-    lines.append(["read, best loop", "", "", *map(_gbps, by_threads), "1.00", ""])
+    lines.append(["read, best loop", "", "", *map(_gbps, by_threads), "1.00", "", ""])
     scans = [row for row in rows if row.kernel != "read"]
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in scans:
@@ -294,6 +296,7 @@ def cpu_table(rows: Sequence[Row]) -> str:
     for (kernel, isa, key_type, shape), same in groups.items():
         by_count = {row.threads: row.gbps for row in same}
         best = max(same, key=lambda row: row.gbps)
+        beside = max((row.fraction_beside for row in same if row.fraction_beside is not None), default=None)
         torch_best = max((row.torch_gbps for row in same if row.torch_gbps is not None), default=None)
         lines.append(
             [
@@ -302,11 +305,12 @@ def cpu_table(rows: Sequence[Row]) -> str:
                 shape,
                 *(_gbps(by_count.get(n)) for n in counts),
                 f"{best.fraction_of_ceiling or 0:.2f}",
+                "-" if beside is None else f"{beside:.2f}",
                 _gbps(torch_best),
             ]
         )
     columns = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
-    head = ["GB/s", "keys", "shape", *columns, "of the ceiling", "torch, best"]
+    head = ["GB/s", "keys", "shape", *columns, "of the ceiling", "of reads beside", "torch, best"]
     ceiling = read_ceiling(rows)
     said = f"read ceiling: {ceiling.gbps:.1f} GB/s, {ceiling.threads} threads, {ceiling.shape}\n" if ceiling else ""
     return said + _table(head, lines)

@@ -265,18 +265,36 @@ def _small_pages(size_bytes: int) -> Tensor:
 # --- The kernels --------------------------------------------------------------------------------------------------
 
 
-def measure_scan(case: Case, pool: KeyPool, threads: int, isa: str, rounds: int) -> Row:
-    """The median of some walks."""
+def best_read(pool: KeyPool, walk_bytes: int, rows: Sequence[Row], loops: Sequence[ReadLoop]) -> Callable[[], float]:
+    """What reads once more as the fastest of `rows` did: GB/s."""
+    best = max((row for row in rows if row.kernel == "read" and "huge" in row.shape), key=lambda row: row.gbps)
+    loop = next(loop for loop in loops if best.shape.endswith(str(loop)))
+    memory = pool.keys[: max(_READ_CHUNK_BYTES, walk_bytes // _READ_CHUNK_BYTES * _READ_CHUNK_BYTES)]
+    return lambda: read_memory(memory, "huge", best.threads or 1, loop, walk_bytes).gbps
+
+
+def measure_scan(
+    case: Case, pool: KeyPool, threads: int, isa: str, rounds: int, read: Callable[[], float] | None = None
+) -> Row:
+    """The median of some walks; read: what gives the ceiling of now, between them."""
     scanner = Scanner(threads, isa)
     try:
         scanner.spans(scanner.submit(case.jobs(pool, layers=1)))  # pages, threads and code are there
-        walks = [scanner.spans(scanner.submit(case.jobs(pool))) for _ in range(rounds)]
+        reads, walks = [read() if read else 0.0], []
+        for _ in range(rounds):
+            walks.append(scanner.spans(scanner.submit(case.jobs(pool))))
+            reads.append(read() if read else 0.0)
     finally:
         scanner.close()
     gbps = statistics.median(map(rate, walks)) / 1e9
+    beside = None
+    if read:
+        around = map(max, itertools.pairwise(reads))
+        beside = statistics.median(rate(walk) / 1e9 / most for walk, most in zip(walks, around, strict=True))
     moved = statistics.mean(span.moved_bytes for span in walks[0])
     kernel = "scan" if case.lists is None else "scan_rows"
-    return Row(kernel, case.key_type, case.shape.name, threads, scanner.isa, moved / gbps / 1e6, gbps)
+    shape = case.shape.name
+    return Row(kernel, case.key_type, shape, threads, scanner.isa, moved / gbps / 1e6, gbps, fraction_beside=beside)
 
 
 def torch_ways(case: Case) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

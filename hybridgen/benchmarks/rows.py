@@ -19,7 +19,8 @@ class Row:
     """One measurement. ms: of one scan, copy or walk; gbps: 10^9 bytes of its input a second.
 
     Null: what has no key type or threads; torch_gbps where torch has no way of the same; fraction_of_ceiling where
-    no ceiling was measured beside it.
+    no ceiling was measured. fraction_beside: of the rate of the best read loop between the same walks, the median: a
+    neighbour who takes a part of the bandwidth takes it from both. Null where none was measured.
     """
 
     kernel: str
@@ -30,6 +31,7 @@ class Row:
     ms: float
     gbps: float
     fraction_of_ceiling: float | None = None
+    fraction_beside: float | None = None
     torch_gbps: float | None = None
 
 

@@ -40,7 +40,8 @@ def test_rows_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     report = run(tmp_path)
     rows = [Row(**row) for row in report["rows"]]  # type: ignore[attr-defined]
     assert set(report["rows"][0]) == {  # type: ignore[index]
-        "kernel", "key_type", "shape", "threads", "isa", "ms", "gbps", "fraction_of_ceiling", "torch_gbps",
+        "kernel", "key_type", "shape", "threads", "isa", "ms", "gbps", "fraction_of_ceiling", "fraction_beside",
+        "torch_gbps",
     }  # fmt: skip
     counts = cpu.thread_counts(this_cores(), quick=True)
     names = [shape.name for shape in cpu.SHAPES]
@@ -57,6 +58,8 @@ def test_rows_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["ceiling"]["gbps"] == ceiling  # type: ignore[index]
     assert all(row.fraction_of_ceiling == pytest.approx(row.gbps / ceiling) for row in rows)
     assert {row.threads for row in rows if row.kernel == "read"} == set(counts)
+    assert all((row.fraction_beside is not None) == (row.kernel != "read") for row in rows)
+    assert all(0 < row.fraction_beside < 10 for row in scans if row.fraction_beside is not None)
     shown = capsys.readouterr().out
     assert "walks of 0.05 GiB, less than 4" in shown and "read ceiling" in shown
     # From caches, in part: no ceilings of a machine.
