@@ -98,6 +98,10 @@ class CacheConfig:
     # partial: where the skewing matrices come from. prompt: the first one; FILE.safetensors: read if it is there, else
     # made from the first prompt and written.
     partial_skew: str = "prompt"
+    # partial: share of the prompt's host rows that may be alive, that is, be chosen (row_pool.py), and who dies first.
+    # 1.0: none ever does.
+    pool_capacity: float = 1.0
+    pool_policy: Literal["counter", "fifo", "lru"] = "counter"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class PlacementConfig:
     near_node: int | None = None  # None: the node of this process's cores
     far_node: int | None = None  # None: a node without cores, or else another than the near one
     host_memory_bytes: int | None = None  # None: 0.9 of what is available (too little where RAM grows on demand)
+    disk_dir: str | None = None  # where our files of offloaded bytes go; None: `offload` in the cache folder
+    disk_threads: int = 4  # that read from disk
 
 
 @dataclass(frozen=True)
@@ -390,10 +396,12 @@ _RANGES: dict[str, tuple[str, Any]] = {
         "'prompt' or a file FILE.safetensors",
         lambda v: v == "prompt" or v.endswith(".safetensors"),
     ),
+    "cache.pool_capacity": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
     "placement.weights_on_gpu": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
     "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
     "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
+    "placement.disk_threads": ("a number of threads >= 1", lambda v: v >= 1),
     "schedule.mode": (
         f"{', '.join(SCHEDULES)} or {REPLAY}FILE",
         lambda v: v in SCHEDULES or (v.startswith(REPLAY) and v != REPLAY),
@@ -468,6 +476,18 @@ def _check_sketch(config: Config) -> None:
         raise ConfigError(
             f"selection.alpha = {selection.alpha} with cache.sketch = {cache.sketch!r}: it is the rule of InfiniGen's "
             "partial keys (allowed: 'partial')"
+        )
+    pool = CacheConfig()
+    for name in ("pool_capacity", "pool_policy"):
+        if cache.sketch != "partial" and getattr(cache, name) != getattr(pool, name):
+            raise ConfigError(
+                f"cache.{name} = {getattr(cache, name)!r} with cache.sketch = {cache.sketch!r}: it is the host pool of "
+                "InfiniGen's partial keys (allowed: 'partial')"
+            )
+    if cache.pool_capacity < 1.0 and config.schedule.mode.startswith(REPLAY):
+        raise ConfigError(
+            f"cache.pool_capacity = {cache.pool_capacity} with schedule.mode = {config.schedule.mode!r}: plans "
+            "that are replayed may ask for more rows than are alive (allowed: 'fixed')"
         )
     if cache.sketch == "pages" and selection.keep_mass is not None:
         raise ConfigError(

@@ -26,6 +26,10 @@ class InsufficientMemoryError(HybridGenError):
     """The memory plan does not fit; the message holds the plan and what to change."""
 
 
+class DiskError(HybridGenError):
+    """A file of offloaded bytes cannot be made, written or read; or its disk has no room for it."""
+
+
 class UnknownNameError(HybridGenError):
     """A name (model, strategy, selector, ...) is not known; the message names the nearest ones."""
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Direction = Literal["h2d", "d2h", "cpu_read"]
+Direction = Literal["h2d", "d2h", "cpu_read", "disk"]  # disk: read from files into host memory
 
 
 class Clock(Protocol):

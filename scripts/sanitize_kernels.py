@@ -38,6 +38,8 @@ from hybridgen.kv_cache.sketch_kernel import score_sketch
 from hybridgen.kv_cache.write_kernel import write_token
 from hybridgen.models.norm_kernel import norm_rows
 from hybridgen.offload.fetch_kernel import fetch_rows
+from hybridgen.offload.groupwise import GroupCodec
+from hybridgen.offload.groupwise_kernel import decode_rows
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
 from hybridgen.selection import choose_kernel
 from hybridgen.selection.budget import KeepLimits, choose, group_probabilities, keep_limits, most_by_alpha
@@ -92,6 +94,7 @@ def main() -> int:
     checks += (check_wide_choice, check_choices_in_half, check_choices_by_alpha)
     checks += (check_sketch_scores, check_fetches, check_decoding_fetches)
     checks += (check_attention, check_resident_attention, check_prompt_scores, check_norms, check_writes)
+    checks += (check_groupwise,)
     for check in checks:
         check(device, generator)
         print(check.__name__, flush=True)
@@ -430,6 +433,24 @@ def check_writes(device: torch.device, generator: torch.Generator) -> None:
         write_token(value, key, slots, keys, values)
         for b, slot in enumerate(slots.tolist()):
             assert torch.equal(keys[b, :, slot], value[b]) and torch.equal(values[b, :, slot], key[b])
+
+
+def check_groupwise(device: torch.device, generator: torch.Generator) -> None:
+    """Packed rows of odd widths, wide and narrow; constant groups, and the largest numbers of a type."""
+    for dtype, bits, shape in itertools.product(
+        (torch.float32, torch.float16, torch.bfloat16), (4, 8), ((2, 3, 70, 80), (5, 128), (3, 1031), (1, 1), (0, 64))
+    ):
+        values = torch.randn(shape, generator=generator, device=device).mul_(30).to(dtype)
+        if shape[0]:
+            values[0].fill_(1 / 3)
+        values[..., ::65] = 65504.0
+        codec = GroupCodec(bits, dtype)
+        packed, out = codec.encode(values), torch.full_like(values, math.nan)
+        decode_rows(packed, bits, codec.pair_dtype, out)
+        twin = codec.decode_in_torch(packed, torch.empty_like(values))
+        assert out.isfinite().all()
+        # A sum may be rounded once or twice.
+        torch.testing.assert_close(out, twin, rtol=torch.finfo(dtype).eps, atol=1e-2 * torch.finfo(dtype).eps)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class HybridAttention(TieredAttention):
             return
         sizes = candidate_sizes(plan, self.host_lengths)
         self._listed = sizes is not None
-        self._limits = keep_limits(plan.keep, self.host_lengths, sizes, plan.extra)
+        self._limits = keep_limits(plan.keep, self.host_lengths, sizes, plan.extra, self._kv.host_keys.alive())
         if sizes is None:
             self.scored = self.host_lengths
             self._scan = self._kv.host_keys.device_scan(query, self.host_lengths, self._spec.scale)
@@ -191,6 +191,8 @@ class HybridAttention(TieredAttention):
             if self._listed:
                 rows = candidates.rows.gather(-1, chosen.rows).to(torch.int64)
                 chosen = replace(chosen, rows=rows.masked_fill_(chosen.padding.squeeze(2), 0))
+        if isinstance(scores, DeviceScan):
+            scores.fetched(chosen)
         return replace(chosen, host_lengths=self.host_lengths)
 
     # What `attention/native.py` and the GPU's kernels do in their own way

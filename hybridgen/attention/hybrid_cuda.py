@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridgen.attention.decode_kernel import attend_rows
 from hybridgen.attention.hybrid import HybridAttention, Scores
 from hybridgen.kv_cache.device_sketch import DeviceScan
-from hybridgen.selection.budget import KeepLimits
+from hybridgen.selection.budget import KeepLimits, per_sequence
 from hybridgen.selection.choose_kernel import choose_rows
 from hybridgen.selection.host_logits import HostLogits
 from hybridgen.types import TokenSelection
@@ -29,6 +29,8 @@ class CudaHybridAttention(HybridAttention):
         # What depends on the step is put on the device here: in a piece it would be what the capture saw.
         sizes = (limits.widest, limits.mass, limits.extra_thousandths, limits.alpha, *limits.scored)
         inputs: tuple[object, ...] = (query, limits.on(query.device), *sizes)
+        if limits.alive is not None:
+            inputs += (per_sequence(limits.alive, query.device), *limits.alive)
         if isinstance(scores, DeviceScan):
             inputs += scores.inputs()
         elif scores is not None:

@@ -162,7 +162,8 @@ def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
     stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
     sketch = None if config.cache.sketch == "none" else config.cache.sketch
     on_device = sketch is not None and config.cache.sketch_home == "gpu"
-    return KeyStorage(stored, sketch, on_device, config.cache.partial_ratio)
+    cache = config.cache
+    return KeyStorage(stored, sketch, on_device, cache.partial_ratio, cache.pool_capacity, cache.pool_policy)
 
 
 def skews(config: Config, weights: ObtainedWeights, modes: Sequence[LayerMode], device: torch.device) -> Skews | None:

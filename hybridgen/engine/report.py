@@ -72,7 +72,7 @@ def build_report(
         "gpu_idle_fraction": None,
         "bytes_per_token": {
             direction: statistics.fmean(step.bytes_moved.get(direction, 0) for step in steps) if steps else None
-            for direction in ("h2d", "d2h", "cpu_read")
+            for direction in ("h2d", "d2h", "cpu_read", "disk")
         },
         "fetched_bytes_per_token": _moved_in("fetch", steps),
         "streamed_kv_bytes_per_token": _moved_in("stream", steps),

@@ -17,6 +17,7 @@ from hybridgen.offload.logit_worker import ScanTicket
 from hybridgen.offload.transfer import Ticket
 from hybridgen.selection.budget import per_sequence
 from hybridgen.selection.host_logits import HostLogits
+from hybridgen.types import TokenSelection
 
 
 class DeviceSketch(ABC):
@@ -42,6 +43,18 @@ class DeviceSketch(ABC):
 
         n is the longest of the lengths, which are multiples of 64; beyond a sequence's own there may be anything.
         """
+
+    # Of a pool whose rows may die (`row_pool.py`); most have none.
+
+    def prompted(self, sequence: int, rows: int) -> None:  # noqa: B027
+        """Before `store`: with the prompt that is taken in, the sequence has so many host rows."""
+
+    def alive(self) -> list[int] | None:
+        """How many rows of each sequence may be chosen; None: all. The scores of the others are -inf."""
+        return None
+
+    def fetched(self, chosen: TokenSelection) -> None:  # noqa: B027
+        """What was chosen by these scores; in the stream of whoever calls."""
 
 
 class IntSketch(DeviceSketch):
@@ -84,6 +97,10 @@ class DeviceScan(ScanTicket):
     def device_logits(self) -> Tensor:
         """float32 [B, Hq, n]."""
         return self._sketch.score(self._query, self._lengths, self._scale)
+
+    def fetched(self, chosen: TokenSelection) -> None:
+        """What was chosen by the logits: rows of the host tier."""
+        self._sketch.fetched(chosen)
 
     def release(self, after: Ticket) -> None:
         pass

@@ -25,6 +25,7 @@ from hybridgen.kv_cache.quantize import (
     quantize_int8,
     sketch_bytes,
 )
+from hybridgen.kv_cache.row_pool import RowPool, pool_parts
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
 from hybridgen.offload.scanned_keys import ScannedKeys
@@ -45,6 +46,8 @@ class KeyStorage:
     sketch: str | None = None
     sketch_on_device: bool = False
     partial_ratio: float = 0.2  # of `partial`: columns of its keys
+    pool_capacity: float = 1.0  # of `partial`: the share of a prompt's host rows that may be alive; 1: rows never die
+    pool_policy: str = "counter"
 
     @property
     def on_device(self) -> bool:
@@ -71,7 +74,8 @@ def key_parts(shape: Shape, storage: KeyStorage) -> list[Part]:
 def sketch_parts(shape: Shape, storage: KeyStorage, dtype: torch.dtype) -> list[Part]:
     """Shape and type of every tensor that the sketch of keys [B, Hkv, N, d] takes; dtype: the model's."""
     if storage.sketch == "partial":
-        return partial_parts(shape, storage.partial_ratio, dtype)
+        parts = partial_parts(shape, storage.partial_ratio, dtype)
+        return parts if storage.pool_capacity >= 1.0 else parts + pool_parts(shape)
     if storage.sketch == "pages":
         return [bounds_part(shape, dtype)]
     batch, heads, rows, dim = shape
@@ -107,7 +111,9 @@ def make_host_keys(
     tensors = [torch.zeros(size, dtype=kind, device=device) for size, kind in parts]
     if storage.sketch == "partial":
         assert skewing is not None
-        return DeviceSketchedKeys(keys, PartialKeys(skewing, *tensors))
+        columns, projection, *of_pool = tensors
+        pool = RowPool(storage.pool_capacity, storage.pool_policy, *of_pool) if of_pool else None
+        return DeviceSketchedKeys(keys, PartialKeys(skewing, columns, projection, pool))
     if storage.sketch == "pages":
         return DeviceSketchedKeys(keys, PageBounds(*tensors))
     assert storage.bits is not None
@@ -148,6 +154,13 @@ class HostKeys(ABC):
 
         keys: its first tokens', [Hkv, n, d] without sinks; queries: [m, Hq, d], of its first prompt, all of them.
         """
+
+    def prompted(self, sequence: int, rows: int) -> None:  # noqa: B027 - only a sketch may ask
+        """Before `store`: with the prompt that is taken in, the sequence has so many host rows."""
+
+    def alive(self) -> list[int] | None:
+        """How many rows of each sequence may be chosen; None: all."""
+        return None
 
     @abstractmethod
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
@@ -332,6 +345,12 @@ class DeviceSketchedKeys(SketchedKeys):
     def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
         super().begin(sequence, keys, queries)
         self.sketch.begin(sequence, queries)
+
+    def prompted(self, sequence: int, rows: int) -> None:
+        self.sketch.prompted(sequence, rows)
+
+    def alive(self) -> list[int] | None:
+        return self.sketch.alive()
 
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
         self.sketch.store(sequence, row, keys)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.kv_cache.device_sketch import DeviceSketch, product_to_float32
+from hybridgen.kv_cache.row_pool import RowPool
 from hybridgen.models.spec import LayerSpec
 from hybridgen.output import write_whole
+from hybridgen.types import TokenSelection
 
 Shape = tuple[int, ...]
 Skewing = Callable[[Tensor], Tensor]  # queries of a prompt [m, Hq, d] -> A of one layer, float32 [Hkv, d, d]
@@ -60,12 +62,13 @@ class PartialKeys(DeviceSketch):
 
     name = "partial"
 
-    def __init__(self, skewing: Skewing, columns: Tensor, projection: Tensor) -> None:
-        """columns, projection: for `partial_parts`, zeroed."""
+    def __init__(self, skewing: Skewing, columns: Tensor, projection: Tensor, pool: RowPool | None = None) -> None:
+        """columns, projection: for `partial_parts`, zeroed; pool: None where every row stays alive."""
         self.columns, self.projection, self._skewing = columns, projection, skewing
+        self.pool = pool
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.columns, self.projection
+        return self.columns, self.projection, *(self.pool.tensors() if self.pool else ())
 
     def begin(self, sequence: int, queries: Tensor) -> None:
         skew, width = self._skewing(queries), self.projection.shape[3]
@@ -77,11 +80,25 @@ class PartialKeys(DeviceSketch):
     def store(self, sequence: int, row: int, keys: Tensor) -> None:
         made = product_to_float32(keys.unsqueeze(0), self.projection[sequence : sequence + 1])[0]
         self.columns[sequence, :, :, row : row + keys.shape[1]] = made.transpose(1, 2)
+        if self.pool is not None:
+            self.pool.join(sequence, row, keys.shape[1])
 
     def score(self, query: Tensor, lengths: list[int], scale: float) -> Tensor:
         grouped = query.unflatten(1, (self.columns.shape[1], -1))
         some = product_to_float32(grouped, self.projection).to(self.columns.dtype)
-        return product_to_float32(some, self.columns[..., : max(lengths)]).mul_(scale).flatten(1, 2)
+        scores = product_to_float32(some, self.columns[..., : max(lengths)]).mul_(scale)
+        return (scores if self.pool is None else self.pool.mask(scores)).flatten(1, 2)
+
+    def prompted(self, sequence: int, rows: int) -> None:
+        if self.pool is not None:
+            self.pool.prompted(sequence, rows)
+
+    def alive(self) -> list[int] | None:
+        return None if self.pool is None else list(self.pool.alive)
+
+    def fetched(self, chosen: TokenSelection) -> None:
+        if self.pool is not None:
+            self.pool.fetched(chosen)
 
 
 def skew_matrix(queries: Tensor, kv_heads: int) -> Tensor:

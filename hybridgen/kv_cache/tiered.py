@@ -142,6 +142,7 @@ class TieredKV:
             for slots in self._ring_slices(host, max(0, length - sinks - host)):
                 local[sequence, :, slots] = new[:, row : row + slots.stop - slots.start]
                 row += slots.stop - slots.start
+        self.host_keys.prompted(sequence, host)
         if host > held:
             rows = slice(sinks + held, sinks + host)
             self._arriving += self.host_keys.store(sequence, held, keys[:, rows])

@@ -48,7 +48,8 @@ class KeepLimits:
     the host's length, whatever was scored. With `mass` (below 1) the rule's own number is
     min(max(n, least), most), n the fewest scored rows, best first, that together with sinks and window hold it;
     without, it is `most`. K = min(scored, ceil(that number x extra_thousandths / 1000)). With `alpha`, what stands for
-    `most` is known when the logits are: `most_by_alpha`, never more than `most`.
+    `most` is known when the logits are: `most_by_alpha`, never more than `most`. alive: how many of the scored rows
+    there are to choose from, where the logits of the others are -inf.
     """
 
     scored: list[int]
@@ -57,6 +58,7 @@ class KeepLimits:
     mass: float | None = None
     extra_thousandths: int = 1000
     alpha: float | None = None
+    alive: list[int] | None = None
 
     def kept(self, count: int, scored: int) -> int:
         """K, where the rule's own number is `count`."""
@@ -73,9 +75,16 @@ class KeepLimits:
 
 
 def keep_limits(
-    rule: KeepRule, host_lengths: Sequence[int], scored: Sequence[int] | None = None, extra: float = 1.0
+    rule: KeepRule,
+    host_lengths: Sequence[int],
+    scored: Sequence[int] | None = None,
+    extra: float = 1.0,
+    alive: list[int] | None = None,
 ) -> KeepLimits:
-    """What `rule` means where the host tiers are this long. scored: None for all of it; extra: as in LayerPlan."""
+    """What `rule` means where the host tiers are this long.
+
+    scored: None for all of it; extra: as in LayerPlan; alive: as in KeepLimits, with an `extra` of 1 alone.
+    """
     most = [most_kept(rule, length) for length in host_lengths]
     # All of the mass needs all of the tokens, rounding or not.
     mass = rule.mass if rule.mass is not None and rule.mass < 1.0 else None
@@ -86,7 +95,11 @@ def keep_limits(
         more = [_whole(-(-count * thousandths // 1000), rule.multiple) for count in most]
         least = most = [min(*pair) for pair in zip(more, host_lengths, strict=True)]
         thousandths = 1000
-    return KeepLimits(list(host_lengths if scored is None else scored), least, most, mass, thousandths, rule.alpha)
+    if alive is not None:
+        assert thousandths == 1000
+        least, most = ([min(*pair) for pair in zip(counts, alive, strict=True)] for counts in (least, most))
+    lengths = list(host_lengths if scored is None else scored)
+    return KeepLimits(lengths, least, most, mass, thousandths, rule.alpha, alive)
 
 
 def mask_beyond(host_logits: Tensor, lengths: list[int]) -> Tensor:
@@ -119,7 +132,8 @@ def most_by_alpha(limits: KeepLimits, local_logits: Tensor, host_logits: Tensor)
     sinks, window and host; as many are kept of every head as the mean over sequences and heads says, rounded down, but
     no more than `most`, and no fewer than `least`. (The published Llama code takes the largest of head 0 for all heads;
     here each has its own.) Where sequences differ in length the mean is one of shares: each keeps the part of its rows
-    that counts of all rows, so that an infinite alpha keeps them all. With equal lengths that is the same number.
+    (that are alive) that counts of all such rows, so that an infinite alpha keeps them all. With equal lengths that is
+    the same number.
     local_logits: [B, Hkv, G, local rows], -inf where there is no token; host_logits: [B, Hkv, G, N].
     """
     assert limits.alpha is not None
@@ -127,8 +141,9 @@ def most_by_alpha(limits: KeepLimits, local_logits: Tensor, host_logits: Tensor)
     largest = torch.maximum(host.amax(-1), local_logits.amax(-1))
     count = (host > (largest - limits.alpha).unsqueeze(-1)).sum()
     scored, least, most = limits.on(host.device).chunk(3)
+    rows = scored if limits.alive is None else per_sequence(limits.alive, host.device)
     heads = host.shape[1] * host.shape[2]
-    share = torch.div(count * scored, scored.sum().clamp(min=1) * heads, rounding_mode="floor")
+    share = torch.div(count * rows, rows.sum().clamp(min=1) * heads, rounding_mode="floor")
     return torch.minimum(torch.maximum(share, least), most)
 
 

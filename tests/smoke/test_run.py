@@ -134,7 +134,7 @@ def test_strategy_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     report = finish([*SMOLLM2, "--strategy", "full"], tmp_path / "r.json")
     assert report["strategy"] == "full" and report["budget"] == 1.0
     assert report["answer"]["right"] == [True] and "full_attention" not in report["answer"]
-    assert report["bytes_per_token"] == {"h2d": 0, "d2h": 0, "cpu_read": 0}
+    assert report["bytes_per_token"] == {"h2d": 0, "d2h": 0, "cpu_read": 0, "disk": 0}
     assert report["covered_mass"]["mean"] is None and report["kept_fraction"] is None
     assert set(report["exact_layers"].values()) == {"resident"} and len(report["exact_layers"]) == 30
 
@@ -150,9 +150,9 @@ def test_strategies_that_attend_to_all(tmp_path: Path, capsys: pytest.CaptureFix
     assert report["covered_mass"]["mean"] is None and report["kept_fraction"] is None
     kv, moved = 30 * 2 * 384 * 3 * 64 * 4, report["bytes_per_token"]
     if strategy == "aog":
-        assert moved == {"h2d": kv, "d2h": 0, "cpu_read": 0} and report["streamed_kv_bytes_per_token"] == kv
+        assert moved == {"h2d": kv, "d2h": 0, "cpu_read": 0, "disk": 0} and report["streamed_kv_bytes_per_token"] == kv
     else:
-        assert moved == {"h2d": 30 * 9 * 65 * 4, "d2h": 30 * 9 * 64 * 4, "cpu_read": kv}
+        assert moved == {"h2d": 30 * 9 * 65 * 4, "d2h": 30 * 9 * 64 * 4, "cpu_read": kv, "disk": 0}
         assert report["streamed_kv_bytes_per_token"] == 0
     assert set(report["exact_layers"].values()) == {"streamed" if strategy == "aog" else "on_cpu"}
     full = finish([*SMOLLM2[:-1], "4", "--strategy", "full"], tmp_path / "f.json")
