@@ -61,8 +61,9 @@ def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: st
         {"cache.sketch": "partial", "cache.partial_ratio": 0.3, "selection.keep": 0.2},
         {"cache.sketch": "pages", "selection.keep": 0.2},
         {"cache.sketch": "pages", "selection.keep": 0.2, "cache.key_type": "int8"},
+        {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.keep": 0.4, "cache.pool_capacity": 0.6},
     ],
-    ids=["alpha", "partial", "pages", "int8 pages"],
+    ids=["alpha", "partial", "pages", "int8 pages", "pool"],
 )
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_greedy_tokens_by_partial_keys_and_pages(
