@@ -28,12 +28,17 @@ PLANNED_SHARE = 0.98  # of --gpu-memory: measured peaks were up to 1.7 % above t
 
 def memory_limits(config: Config, device: torch.device) -> tuple[int | None, int]:
     """Bytes that may be planned with on the device (None without a GPU) and on the host."""
-    host = config.placement.host_memory_bytes or int(0.9 * psutil.virtual_memory().available)
-    if device.type != "cuda":
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return limits_within(config, free, psutil.virtual_memory().available)
+
+
+def limits_within(config: Config, free_device: int | None, free_host: int) -> tuple[int | None, int]:
+    """The same of a machine with so many bytes free."""
+    host = config.placement.host_memory_bytes or int(0.9 * free_host)
+    if free_device is None:
         return None, host
-    free, _ = torch.cuda.mem_get_info(device)
     asked = config.placement.gpu_memory_bytes
-    return int(0.9 * free if asked is None else PLANNED_SHARE * min(asked, free)), host
+    return int(0.9 * free_device if asked is None else PLANNED_SHARE * min(asked, free_device)), host
 
 
 def plan_memory(

@@ -18,6 +18,7 @@ from hybridgen.engine import build
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import keep_rule
 from hybridgen.kv_cache.quantize import SKETCH_BLOCK, sketch_bytes
+from hybridgen.kv_cache.row_pool import pool_rows
 from hybridgen.models.spec import LayerSpec, ModelSpec
 from hybridgen.selection.budget import most_kept
 from hybridgen.selection.eviction import policy_of
@@ -139,7 +140,11 @@ def layer_bytes(
     if mode == "evicting":
         return evicting(layer, sizes, evicting_slots(config, tokens, prompt), config.eviction.home == "host")
     weighs = mode == "lookahead" and config.attention.lookahead == "logits"
-    return chosen(layer, sizes, rows, most_kept(keep_rule(config), rows), weighs)
+    kept = most_kept(keep_rule(config), rows)
+    if config.cache.pool_capacity < 1.0:
+        of_prompt = build.window_layout(config).host_rows(tokens if prompt is None else prompt)
+        kept = min(kept, pool_rows(config.cache.pool_capacity, of_prompt))
+    return chosen(layer, sizes, rows, kept, weighs)
 
 
 def sizes_of(config: Config, dtype: torch.dtype, on_cuda: bool) -> Sizes:

@@ -59,6 +59,8 @@ def _kept(config: Config, modes: Sequence[str], tokens: int) -> str:
     if cache.sketch != "none":
         home = "device" if cache.sketch_home == "gpu" else "host" if cache.sketch.startswith("int") else "device"
         words.append(f"{_sketch(config)} on the {home}")
+    if cache.pool_capacity < 1.0:
+        words.append(f"{100 * cache.pool_capacity:g} % of the prompt's host rows may be chosen ({cache.pool_policy})")
     if executor == "hybrid":
         what = "V" if config.attention.lookahead == "logits" else "K and V"
         words.append(f"{what} fetched {_chosen(config)}")

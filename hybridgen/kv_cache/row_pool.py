@@ -36,13 +36,18 @@ def pool_parts(shape: Shape) -> list[tuple[Shape, torch.dtype]]:
     return [(shape[:3], torch.bool), (shape[:3], torch.int32), ((1,), torch.int32)]
 
 
+def pool_rows(capacity: float, rows: int) -> int:
+    """How many may be alive where a prompt has left so many host rows: the share as written, a block at least."""
+    return max(AGEING_BLOCK, math.floor(Fraction(str(capacity)) * rows))
+
+
 class RowPool:
     """Which host rows of one layer and micro-batch are alive."""
 
     def __init__(self, capacity: float, policy: str, dead: Tensor, rank: Tensor, clock: Tensor) -> None:
         """capacity: a share in (0, 1]; policy: counter, lru or fifo; the tensors: for `pool_parts`, zeroed."""
         self.dead, self._rank, self._clock = dead, rank, clock
-        self._share, self._policy = Fraction(str(capacity)), policy
+        self._share, self._policy = capacity, policy
         # The same for all KV heads of a sequence, so the host knows them without asking the device.
         self.capacity = [AGEING_BLOCK] * dead.shape[0]
         self.alive = [0] * dead.shape[0]
@@ -53,7 +58,7 @@ class RowPool:
 
     def prompted(self, sequence: int, rows: int) -> None:
         """A prompt has been taken in, with which the sequence has so many host rows."""
-        self.capacity[sequence] = max(AGEING_BLOCK, math.floor(self._share * rows))
+        self.capacity[sequence] = pool_rows(self._share, rows)
 
     def join(self, sequence: int, row: int, count: int) -> None:
         """Rows from `row` on, which are the youngest, are alive from now on; what is too much dies."""

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.errors import ConfigError
+from hybridgen.evaluation.byte_formulas import step_bytes
+from hybridgen.evaluation.strategy_list import describe_strategy
 from hybridgen.kv_cache.row_pool import RowPool, pool_parts
 from tests.equivalence.dense_scores import LOGIT_ROUNDING, Chosen, DenseScores, Method
 from tests.equivalence.dense_simulation import BLOCK, DenseModel, cap
@@ -196,6 +199,23 @@ def test_a_capacity_of_one_is_no_pool(zoo: ModelZoo) -> None:
             return out
 
     assert tokens(cache__pool_capacity=1.0, cache__pool_policy="lru") == tokens()
+
+
+def test_bytes_of_a_step(zoo: ModelZoo) -> None:
+    """All that is alive is fetched, 0.3 of the prompt's 320 host rows; formula and list say so, too."""
+    method = Method("partial", 1.0, None, 0.5)
+    with engine(zoo.directory("llama-gqa2"), "infinigen", method, cache__pool_capacity=0.3) as llm:
+        batch = llm.new_batch([400])
+        llm.prefill(batch, [random_tokens(113, 390, 1)])
+        llm.telemetry.begin_step()
+        llm.decode(batch, [5])
+        moved = llm.telemetry.end_step().bytes_moved
+        tiered = [layer for layer, chosen in batch.selections().items() if len(chosen[0][0]) == 96]
+        assert len(tiered) == llm.spec.num_layers - 2 and moved["h2d"] == len(tiered) * 2 * 96 * 2 * 16 * 4
+        modes = layer_modes(llm.config, llm.spec.num_layers)
+        assert step_bytes(llm.spec, llm.config, modes, torch.float32, 391, False, 390).h2d == moved["h2d"]
+        row = describe_strategy("infinigen", llm.config, modes, llm.spec, torch.float32, 391, False)
+        assert "30 % of the prompt's host rows may be chosen (counter)" in row[2]
 
 
 def test_a_further_turn_widens_the_pool() -> None:

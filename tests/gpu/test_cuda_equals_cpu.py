@@ -12,6 +12,7 @@ from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
 PROMPT_LENGTHS = (230, 97, 180)
 STEPS = 40
+POOL = {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "cache.pool_capacity": 0.5}
 
 
 def generate(model: Path, device: str, **overrides: object) -> list[list[int]]:
@@ -59,11 +60,12 @@ def test_greedy_tokens_with_a_sketch(name: str, home: str, keys: str, sketch: st
     [
         {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.alpha": 4.0, "selection.keep": 0.4},
         {"cache.sketch": "partial", "cache.partial_ratio": 0.3, "selection.keep": 0.2},
+        {**POOL, "selection.alpha": 4.0, "selection.keep": 0.4, "cache.pool_policy": "counter"},
+        {**POOL, "selection.keep": 0.2, "cache.pool_policy": "lru"},
         {"cache.sketch": "pages", "selection.keep": 0.2},
         {"cache.sketch": "pages", "selection.keep": 0.2, "cache.key_type": "int8"},
-        {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.keep": 0.4, "cache.pool_capacity": 0.6},
     ],
-    ids=["alpha", "partial", "pages", "int8 pages", "pool"],
+    ids=["alpha", "partial", "pool, counter", "pool, lru", "pages", "int8 pages"],
 )
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_greedy_tokens_by_partial_keys_and_pages(

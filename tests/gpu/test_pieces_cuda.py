@@ -76,9 +76,7 @@ WHOLE = {
         "model.exact_layers_mode": "select",
     },
     "partial keys, alpha": {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.alpha": 50.0},
-    "partial keys, pool": {
-        "cache.sketch": "partial", "cache.partial_ratio": 0.5, "cache.pool_capacity": 0.6, "cache.pool_policy": "lru",
-    },
+    "partial keys, pool": {"cache.sketch": "partial", "cache.pool_capacity": 0.5, "cache.pool_policy": "lru"},
     "pages, off": {"cache.sketch": "pages", "attention.lookahead": "off"},
 }  # fmt: skip
 
