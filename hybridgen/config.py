@@ -102,6 +102,8 @@ class CacheConfig:
     # 1.0: none ever does.
     pool_capacity: float = 1.0
     pool_policy: Literal["counter", "fifo", "lru"] = "counter"
+    # streamed: the host's K and V in 8 or 4 bits, in groups of 64 channels (offload/groupwise.py), on the link, too.
+    compress: Literal["none", "int8", "int4"] = "none"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ class PlacementConfig:
     near_node: int | None = None  # None: the node of this process's cores
     far_node: int | None = None  # None: a node without cores, or else another than the near one
     host_memory_bytes: int | None = None  # None: 0.9 of what is available (too little where RAM grows on demand)
+    # streamed: the share of the host tier's rows, the oldest, that lie in a file instead of host memory; realised
+    # within one block of 64 (and the last block stays in memory).
+    kv_on_disk: float = 0.0
+    # For a planned job (run, compare, evaluate): the share of prompt + gen tokens on the device, sinks and window, in
+    # place of cache.gpu_window.
+    kv_on_gpu: float | None = None
     disk_dir: str | None = None  # where our files of offloaded bytes go; None: `offload` in the cache folder
     disk_threads: int = 4  # that read from disk
 
@@ -401,6 +409,8 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
     "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
+    "placement.kv_on_disk": ("a fraction in [0, 1]", lambda v: 0 <= v <= 1),
+    "placement.kv_on_gpu": ("a fraction in [0, 1]", lambda v: 0 <= v <= 1),
     "placement.disk_threads": ("a number of threads >= 1", lambda v: v >= 1),
     "schedule.mode": (
         f"{', '.join(SCHEDULES)} or {REPLAY}FILE",
@@ -444,6 +454,12 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
     if selection.keep is None and selection.keep_mass is None and selection.alpha is None:
         raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")
     _check_executor(config)
+    window = settings.get("cache.gpu_window")
+    if config.placement.kv_on_gpu is not None and window is not None and not window.source.startswith("strategy file"):
+        raise ConfigError(
+            f"placement.kv_on_gpu = {config.placement.kv_on_gpu} and cache.gpu_window = {window.value!r} (from "
+            f"{window.source}): each says how much of the KV cache stays on the device; give one of them"
+        )
     if config.cache.sketch in ON_GPU_ALONE and config.cache.sketch_home == "host":
         raise ConfigError(
             f"cache.sketch_home = 'host' with cache.sketch = {config.cache.sketch!r}: it lies on the GPU alone "
@@ -509,8 +525,25 @@ def _check_executor(config: Config) -> None:
             f"cache.sketch = {cache.sketch!r} and cache.key_type = {cache.key_type!r} with attention.executor = "
             "'evicting': what is kept is kept as it is (allowed: 'none' and 'auto')"
         )
+    if executor != "streamed" and config.placement.kv_on_disk:
+        raise ConfigError(
+            f"placement.kv_on_disk = {config.placement.kv_on_disk} with attention.executor = {executor!r}: only rows "
+            "that come to the device at every step, whole, are read from disk (allowed: 0; or attention.executor = "
+            "'streamed')"
+        )
+    if executor in ("full", "evicting") and config.placement.kv_on_gpu is not None:
+        raise ConfigError(
+            f"placement.kv_on_gpu = {config.placement.kv_on_gpu} with attention.executor = {executor!r}: there is no "
+            "window (allowed: null; or the executors hybrid, streamed and on_cpu)"
+        )
+    if executor != "streamed" and cache.compress != "none":
+        raise ConfigError(
+            f"cache.compress = {cache.compress!r} with attention.executor = {executor!r}: only rows that come to the "
+            "device at every step, whole, are kept in fewer bits (allowed: 'none'; or attention.executor = 'streamed')"
+        )
     if executor == "streamed" and cache.key_type != "auto":
         raise ConfigError(
             f"cache.key_type = {cache.key_type!r} with attention.executor = 'streamed': rows are copied to the device "
-            "as they are, so the host keeps them in the model's type (allowed: 'auto'; --dtype changes both)"
+            "as they are, so the host keeps them in the model's type (allowed: 'auto'; --dtype changes both, and "
+            "cache.compress = 'int8' or 'int4' packs keys and values)"
         )

@@ -124,6 +124,7 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"--report {arguments.report}: the folder does not exist")
 
     context, decode = arguments.context, arguments.decode
+    conditions = [replace(some, config=build.with_kv_share(some.config, context + decode)) for some in conditions]
     choice = build.choose_model(config)
     _check_positions(choice, context, decode)
     plan = _admit(choice, conditions, context, decode)
@@ -259,7 +260,8 @@ def _name(config: Config, all_configs: Sequence[Config]) -> str:
         eviction = config.eviction
         return f"{eviction.policy}, sinks {eviction.sinks}, heavy {eviction.heavy}, recent {eviction.recent}"
     if config.attention.executor != "hybrid":
-        return f"all tokens, {config.attention.executor}"
+        packed = "" if config.cache.compress == "none" else f", {config.cache.compress} in groups"
+        return f"all tokens, {config.attention.executor}{packed}"
     words = [
         f"{word} {value}"
         for word, value in (("keep", selection.keep), ("keep-mass", selection.keep_mass))

@@ -94,6 +94,10 @@ class LayerAttention(ABC):
         """Positions of the tokens that are left, int64 [B, Hkv, n], in no order, below 0 for none; None: all are."""
         return None
 
+    def tiers(self, lengths: Sequence[int]) -> tuple[int, int, int] | None:
+        """Tokens of sequences of these lengths on the device, in host memory and on disk; None: not all are kept."""
+        return None
+
     def past_rows(self, sequence: int, length: int) -> int:
         """Rows that `load_past` gives of a sequence of `length` tokens."""
         return length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,6 +55,9 @@ class ResidentAttention(LayerAttention):
             scale=scale,
         )
         return self.pieces.hold("context", context.reshape(query.shape[0], -1))
+
+    def tiers(self, lengths: Sequence[int]) -> tuple[int, int, int] | None:
+        return sum(lengths), 0, 0
 
     def structure(self, place: DecodePlace, plan: LayerPlan) -> Hashable | None:
         return splits_for(max(place.lengths)) if self._kernels == "triton" else None

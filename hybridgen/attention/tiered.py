@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,12 @@ class TieredAttention(LayerAttention):
 
     def age(self) -> None:
         self._kv.age()
+
+    def tiers(self, lengths: Sequence[int]) -> tuple[int, int, int] | None:
+        most = 0 if self._kv.disk is None else self._kv.disk.rows
+        host = sum(self._kv.host_lengths)
+        disk = sum(min(length, most) for length in self._kv.host_lengths)
+        return sum(lengths) - host, host - disk, disk
 
     def load_past(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         self._kv.load_past(sequence, keys, values)

@@ -18,6 +18,7 @@ from hybridgen.engine.memory_budget import Chosen, settle
 from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
 from hybridgen.models.loading import weight_bytes
+from hybridgen.offload.disk import disk_folder, require_space
 from hybridgen.placement.plan import GIB, MemoryPlan, format_bytes
 
 SEQ_STEP = 256  # a suggested --seq is a multiple of this
@@ -76,6 +77,8 @@ def admit(
     what is free now.
     """
     capacity = prompt_tokens + gen
+    if config.placement.kv_on_gpu is not None:
+        config, free = build.with_kv_share(config, capacity), set(free) - {"cache.gpu_window"}
     notes = [note for note in (build.check_positions(choice, capacity, config.model.extend_positions),) if note]
     limits = limits or memory_plan.memory_limits(config, choice.device)
     asked = config.placement.gpu_memory_bytes
@@ -95,6 +98,10 @@ def admit(
             f"what would fit: {_suggestion(choice, config, prompt_tokens, gen, batch, free)}"
         )
     config = settled.config
+    on_disk = build.kv_disk_layout(config, choice.spec, batch, capacity, choice.dtype)
+    if on_disk is not None:
+        require_space(disk_folder(config.placement.disk_dir), on_disk.file_bytes, "the KV cache's share on disk")
+        notes.append(f"{format_bytes(on_disk.file_bytes)} of the KV cache lie in a file")
     if config.attention.executor == "evicting":
         notes.append("tokens are evicted for good: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
         if any(build.reindexes(config, layer) for layer in choice.spec.layers):

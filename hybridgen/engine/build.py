@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from hybridgen.attention.tiered import Kernels
-from hybridgen.config import Config
+from hybridgen.config import Config, with_settings
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
-from hybridgen.kv_cache.host_keys import KeyStorage
-from hybridgen.kv_cache.layout import WindowLayout
+from hybridgen.kv_cache.disk_rows import DiskLayout, disk_layout
+from hybridgen.kv_cache.host_keys import KeyStorage, value_part
+from hybridgen.kv_cache.layout import WindowLayout, disk_rows, host_shape
 from hybridgen.kv_cache.partial_keys import Skews, skew_shape
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
@@ -157,13 +158,35 @@ def window_layout(config: Config) -> WindowLayout:
     return WindowLayout(config.cache.sinks, config.cache.gpu_window)
 
 
+def kv_disk_layout(config: Config, spec: ModelSpec, batch: int, capacity: int, dtype: torch.dtype) -> DiskLayout | None:
+    """Of the file with the host tier's oldest rows (`placement.kv_on_disk`); None: there are none in a file."""
+    if config.attention.executor != "streamed" or not config.placement.kv_on_disk:
+        return None
+    layout, keys_as = window_layout(config), key_storage(config, dtype)
+    shapes = [host_shape(layer, batch, layout, capacity) for layer in spec.layers]
+    rows = disk_rows(shapes[0][2], config.placement.kv_on_disk)
+    parts = [value_part(shape, keys_as, dtype) for shape in shapes]
+    return disk_layout(parts, rows, config.placement.prefetch_depth) if rows else None
+
+
+def with_kv_share(config: Config, tokens: int) -> Config:
+    """The config with the window that `placement.kv_on_gpu` asks for, for sequences of up to so many tokens.
+
+    FlexGen's cache percentage, counted in tokens (its own counts sequences): sinks and window together.
+    """
+    share = config.placement.kv_on_gpu
+    if share is None:
+        return config
+    return with_settings(config, {"cache.gpu_window": max(1, math.floor(share * tokens) - config.cache.sinks)})
+
+
 def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
     """How the host keeps keys; dtype: the model's."""
     stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
     sketch = None if config.cache.sketch == "none" else config.cache.sketch
     on_device = sketch is not None and config.cache.sketch_home == "gpu"
-    cache = config.cache
-    return KeyStorage(stored, sketch, on_device, cache.partial_ratio, cache.pool_capacity, cache.pool_policy)
+    cache, packed = config.cache, {"int8": 8, "int4": 4}.get(config.cache.compress)
+    return KeyStorage(stored, sketch, on_device, cache.partial_ratio, cache.pool_capacity, cache.pool_policy, packed)
 
 
 def skews(config: Config, weights: ObtainedWeights, modes: Sequence[LayerMode], device: torch.device) -> Skews | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -17,14 +18,15 @@ from hybridgen.attention.hybrid_cpu import CpuHybridAttention
 from hybridgen.attention.hybrid_logits import LogitsHybridAttention
 from hybridgen.attention.on_cpu import OnCpuAttention
 from hybridgen.attention.resident import ResidentAttention
-from hybridgen.attention.streamed import StreamedAttention
+from hybridgen.attention.streamed import StreamedAttention, Unpacking
 from hybridgen.config import Config
 from hybridgen.engine import build
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.kv_cache.compact import CompactKV
 from hybridgen.kv_cache.compact_host import HostCompactKV
-from hybridgen.kv_cache.host_keys import key_parts
+from hybridgen.kv_cache.disk_rows import DiskTier, LayerOnDisk
+from hybridgen.kv_cache.host_keys import key_parts, value_part
 from hybridgen.kv_cache.layout import device_shape, host_shape
 from hybridgen.kv_cache.partial_keys import Skews
 from hybridgen.kv_cache.resident import ResidentKV
@@ -32,6 +34,8 @@ from hybridgen.kv_cache.staging import Staging
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.layers import inverse_frequencies
 from hybridgen.models.spec import LayerSpec, ModelSpec
+from hybridgen.offload.disk import DiskReader, disk_folder
+from hybridgen.offload.groupwise import GroupCodec
 from hybridgen.offload.host_memory import HostSlab, KVPlacement, SlabPool, padded_bytes
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import TransferEngine
@@ -47,6 +51,22 @@ class KVMemory:
     transfer: TransferEngine
     slabs: SlabPool
     placed: KVPlacement
+    tiers: weakref.WeakSet[DiskTier] = field(default_factory=weakref.WeakSet)  # the files there are
+    _reader: DiskReader | None = None
+
+    def reader(self, threads: int) -> DiskReader:
+        """Who reads files; made at the first use."""
+        if self._reader is None:
+            self._reader = DiskReader(threads, self.transfer.telemetry)
+        return self._reader
+
+    def close(self) -> None:
+        """Remove the files, end what reads them, and give the host's memory back."""
+        for tier in list(self.tiers):
+            tier.close()
+        if self._reader is not None:
+            self._reader.close()
+        self.slabs.release_idle()
 
 
 class LayerFactory:
@@ -77,8 +97,10 @@ class LayerFactory:
             self._plain = CudaHybridAttention
 
     def __call__(self, sequences: int, capacity: int) -> list[LayerAttention]:
-        keys, values = self._slabs(sequences, capacity)
+        tier = self._disk_tier(sequences, capacity)
+        keys, values = self._slabs(sequences, capacity, 0 if tier is None else tier.layout.rows)
         stagings: dict[LayerSpec, Staging] = {}
+        unpackings: dict[LayerSpec, Unpacking] = {}
         layers: list[LayerAttention] = []
         for layer, (spec, mode) in enumerate(zip(self._spec.layers, self._modes, strict=True)):
             if mode == "resident":
@@ -87,7 +109,10 @@ class LayerFactory:
             elif mode == "evicting":
                 layers.append(self._evicting(layer, spec, sequences, capacity, (keys, values), stagings))
             else:
-                layers.append(self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings))
+                on_disk = None if tier is None else LayerOnDisk(tier, layer)
+                layers.append(
+                    self._tiered(layer, spec, mode, sequences, capacity, keys, values, stagings, unpackings, on_disk)
+                )
             layers[-1].pieces = self._memory.transfer.pieces()
         for attention, following in pairwise(layers):
             if isinstance(attention, StreamedAttention) and isinstance(following, StreamedAttention):
@@ -96,17 +121,30 @@ class LayerFactory:
                 attention.following = following
         return layers
 
-    def _slabs(self, sequences: int, capacity: int) -> tuple[HostSlab, HostSlab]:
-        """Memory for the keys (and the lists of their rows), and for the values."""
-        shapes = [
+    def _disk_tier(self, sequences: int, capacity: int) -> DiskTier | None:
+        """The file for the oldest rows, if there are to be any, and memory for them on their way."""
+        layout = build.kv_disk_layout(self._config, self._spec, sequences, capacity, self._dtype)
+        if layout is None:
+            return None
+        memory, placement = self._memory, self._config.placement
+        slab = memory.slabs.take(layout.memory_bytes, memory.placed.values)
+        reader = memory.reader(placement.disk_threads)
+        tier = DiskTier(disk_folder(placement.disk_dir), layout, reader, memory.transfer, slab)
+        memory.tiers.add(tier)
+        return tier
+
+    def _slabs(self, sequences: int, capacity: int, disk_rows: int) -> tuple[HostSlab, HostSlab]:
+        """Memory for the keys (and the lists of their rows), and for the values; disk_rows: of each, not here."""
+        whole = [
             host_shape(spec, sequences, self._layout, capacity)
             for spec, mode in zip(self._spec.layers, self._modes, strict=True)
             if mode not in ("resident", "evicting")
         ]
+        shapes = [(batch, heads, rows - disk_rows, dim) for batch, heads, rows, dim in whole]
         key_bytes = sum(padded_bytes(*part) for shape in shapes for part in key_parts(shape, self._keys_as))
         if self._lists:
             key_bytes += sum(padded_bytes(shape[:3], torch.int32) for shape in shapes)
-        value_bytes = sum(padded_bytes(shape, self._dtype) for shape in shapes)
+        value_bytes = sum(padded_bytes(*value_part(shape, self._keys_as, self._dtype)) for shape in shapes)
         if self._config.eviction.home == "host":
             slots = build.host_slots(self._config, capacity) if "evicting" in self._modes else 0
             evicting = [spec for spec, mode in zip(self._spec.layers, self._modes, strict=True) if mode == "evicting"]
@@ -149,6 +187,8 @@ class LayerFactory:
         keys: HostSlab,
         values: HostSlab,
         stagings: dict[LayerSpec, Staging],
+        unpackings: dict[LayerSpec, Unpacking],
+        on_disk: LayerOnDisk | None,
     ) -> LayerAttention:
         transfer, worker = self._memory.transfer, self._memory.worker
         # Where nothing waits for the host, layers age in one step, so that the others are all the same (WholeStep).
@@ -156,17 +196,20 @@ class LayerFactory:
         threshold = self._layout.ageing_threshold(turn, self._spec.num_layers)
         kv = TieredKV(
             spec, sequences, capacity, self._layout, threshold, self._device, self._dtype, keys, values, transfer,
-            self._keys_as, None if self._skews is None else partial(self._skews.of, layer),
+            self._keys_as, None if self._skews is None else partial(self._skews.of, layer), on_disk,
         )  # fmt: skip
         if mode == "on_cpu":
             return OnCpuAttention(layer, spec, kv, transfer, self._kernels, worker)
         if mode == "streamed":
             if spec not in stagings:
-                host_rows = kv.host_values.tensor.shape[2]
-                stagings[spec] = Staging(
-                    sequences, spec.num_kv_heads, host_rows, spec.head_dim, self._device, self._dtype
-                )
-            streamed = StreamedAttention(layer, spec, kv, transfer, self._kernels, stagings[spec])
+                host, heads = kv.host_values.tensor, spec.num_kv_heads
+                held, width = kv.host_capacity, host.shape[3]  # packed rows are of another width and type
+                stagings[spec] = Staging(sequences, heads, held, width, self._device, host.dtype)
+                if self._keys_as.packed_bits is not None:
+                    place = Staging(sequences, heads, held, spec.head_dim, self._device, self._dtype, turns=1)
+                    unpackings[spec] = Unpacking(GroupCodec(self._keys_as.packed_bits, self._dtype), place)
+            unpacking = unpackings.get(spec)
+            streamed = StreamedAttention(layer, spec, kv, transfer, self._kernels, stagings[spec], unpacking)
             streamed.ahead = self._config.attention.stream_ahead
             return streamed
         predicts = mode == "lookahead"

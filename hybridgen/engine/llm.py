@@ -26,8 +26,9 @@ from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, is_steered
 from hybridgen.engine.scheduling import make_schedule, observe
 from hybridgen.engine.torch_threads import TorchThreads
-from hybridgen.errors import CheckpointError
+from hybridgen.errors import CheckpointError, ConfigError
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
+from hybridgen.offload.disk import disk_folder, sweep
 from hybridgen.offload.host_memory import SlabPool, place_kv
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
@@ -53,6 +54,7 @@ class _Machine:
             build.torch_threads(config, choice.device, threads), watches=asked == "auto" and choice.device.type == "cpu"
         )
         poison = isinstance(self.transfer, LazyTransfer)
+        sweep(disk_folder(config.placement.disk_dir))  # what a killed process has left
         placed = place_kv(config.placement.memory, config.placement.near_node, config.placement.far_node)
         self.memory = KVMemory(self.worker, self.transfer, SlabPool(choice.device, poison), placed)
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
@@ -65,7 +67,7 @@ class _Machine:
         finally:
             self.worker.close()
         self.weights.close()
-        self.memory.slabs.release_idle()
+        self.memory.close()
 
 
 class LLM:
@@ -76,6 +78,11 @@ class LLM:
         given = {path: Setting(value, "LLM(overrides=...)") for path, value in (overrides or {}).items()}
         given["model.name"] = Setting(model, "LLM(model=...)")
         config = build_config(merge_settings(load_strategy(strategy), given))
+        if config.placement.kv_on_gpu is not None:
+            raise ConfigError(
+                f"placement.kv_on_gpu = {config.placement.kv_on_gpu}: a share of a job's tokens, and no job is known "
+                "here (allowed: null; give cache.gpu_window, a number of tokens)"
+            )
         choice = build.choose_model(config)
         self._setup(config, choice, build.obtain_weights(choice, config, needs_text=True))
 

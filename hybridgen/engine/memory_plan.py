@@ -12,11 +12,12 @@ from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import most_fetched, names_candidates
-from hybridgen.kv_cache.host_keys import key_parts, sketch_parts
+from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_parts, value_part
 from hybridgen.kv_cache.layout import device_shape, host_shape, tensor_bytes
 from hybridgen.kv_cache.partial_keys import skew_shape
 from hybridgen.kv_cache.quantize import ENCODED_AT_ONCE
 from hybridgen.models.spec import LayerSpec
+from hybridgen.offload.groupwise import ENCODING_BYTES
 from hybridgen.offload.weights import WeightFootprint, weight_footprint
 from hybridgen.placement.plan import GIB, MemoryPlan
 from hybridgen.selection.eviction import policy_of
@@ -51,6 +52,9 @@ def plan_memory(
     spec, dtype = choice.spec, choice.dtype
     layout, element, keys_as = build.window_layout(config), dtype.itemsize, build.key_storage(config, dtype)
     plan = MemoryPlan(device_is_host=choice.device.type == "cpu")
+    on_disk = build.kv_disk_layout(config, spec, batch, capacity, dtype) if "streamed" in modes else None
+    if on_disk is not None:
+        plan.host["KV on its way to and from disk"] = on_disk.memory_bytes
     kept = scoring = attending = 0
     resident = window = host = staging = logits = past = listed = sketches = encoding = streamed = 0
     for layer, mode in zip(spec.layers, modes, strict=True):
@@ -67,11 +71,17 @@ def plan_memory(
             continue
         shape = host_shape(layer, batch, layout, capacity)
         window += 2 * tensor_bytes(device_shape(layer, batch, layout.rows), dtype)
-        host += tensor_bytes(shape, dtype) + sum(tensor_bytes(*part) for part in key_parts(shape, keys_as))
+        held = shape if on_disk is None else (*shape[:2], shape[2] - on_disk.rows, shape[3])
+        stored = [*key_parts(held, keys_as), value_part(held, keys_as, dtype)]
+        host += sum(tensor_bytes(*part) for part in stored)
         if mode == "streamed":
             kernels = build.device_kernels(config, choice.device)
-            needed = _streamed_bytes(layer, batch, shape[2], layout.rows, dtype, kernels)
+            needed = _streamed_bytes(layer, batch, shape[2], layout.rows, dtype, kernels, keys_as)
             streamed = max(streamed, needed)
+            if keys_as.packed_bits is not None:  # of one layer, and of one that is leaving for the host
+                leaving = tensor_bytes(*value_part((1, *shape[1:]), keys_as, dtype)) * 4
+                at_once = min(layer.num_kv_heads * capacity * layer.head_dim, ENCODED_AT_ONCE)
+                encoding = max(encoding, leaving + ENCODING_BYTES * at_once)
             continue
         head = capacity * layer.head_dim
         keys = min(layer.num_kv_heads * head, max(ENCODED_AT_ONCE, head))
@@ -167,9 +177,17 @@ def _evicting_bytes(
     return kept, scoring, logits + rows * 24 + copied
 
 
-def _streamed_bytes(layer: LayerSpec, batch: int, rows: int, window: int, dtype: torch.dtype, kernels: Kernels) -> int:
-    """Of layers whose host rows pass through the device: K and V of two of them, and what attention to one makes."""
-    slots = 2 * batch * rows * layer.kv_bytes_per_token(dtype.itemsize)
+def _streamed_bytes(
+    layer: LayerSpec, batch: int, rows: int, window: int, dtype: torch.dtype, kernels: Kernels, keys_as: KeyStorage
+) -> int:
+    """Of layers whose host rows pass through the device: K and V of two of them, and what attention to one makes.
+
+    Where they arrive packed, those of one are unpacked.
+    """
+    plain = (batch, layer.num_kv_heads, rows, layer.head_dim)
+    slots = 4 * tensor_bytes(*value_part(plain, keys_as, dtype))
+    if keys_as.packed_bits is not None:
+        slots += 2 * tensor_bytes(plain, dtype)
     if kernels != "torch":
         return slots + batch * layer.num_heads * (layer.head_dim + 2) * 4 * -(-(rows + window) // 256)
     # Logits and weights of all sequences; of one, float32 copies of K, then of V.

@@ -94,6 +94,7 @@ def build_report(
             "steps": encode(batch.plans[: len(steps)]),
         },
         "key_types": _key_types(batch),
+        "placement": {"kv": _kv_shares(batch)},
         "host_memory": llm.host_memory,
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
@@ -118,6 +119,15 @@ def _kind_of_mass(llm: LLM, batch: Batch) -> str:
     if by_candidates or any("+" in kind for kind in _key_types(batch).values()):
         return "estimated"
     return "exact" if llm.config.attention.lookahead == "off" else "predicted"
+
+
+def _kv_shares(batch: Batch) -> dict[str, float] | None:
+    """Realised shares of the layers' tokens on the device, in host memory and on disk; None where some are evicted."""
+    found = [layer.tiers(some.lengths) for some in batch.micro_batches for layer in some.layers]
+    if None in found:
+        return None
+    totals = [sum(tokens) for tokens in zip(*(tiers for tiers in found if tiers is not None), strict=True)]
+    return {name: count / sum(totals) for name, count in zip(("gpu", "host", "disk"), totals, strict=True)}
 
 
 def _key_types(batch: Batch) -> dict[str, str]:

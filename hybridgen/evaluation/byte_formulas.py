@@ -17,6 +17,8 @@ from hybridgen.config import Config
 from hybridgen.engine import build
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.scheduling import keep_rule
+from hybridgen.kv_cache.host_keys import value_part
+from hybridgen.kv_cache.layout import tensor_bytes
 from hybridgen.kv_cache.quantize import SKETCH_BLOCK, sketch_bytes
 from hybridgen.kv_cache.row_pool import pool_rows
 from hybridgen.models.spec import LayerSpec, ModelSpec
@@ -49,9 +51,10 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of an element: of K and V as the model computes, of the host's logits, and of its keys as they are kept.
+    """Bytes of an element: of K and V as the model computes, of the host's logits; and of its rows as they are kept.
 
-    key, scanned: of a row of one KV head, as it is stored and as the CPU reads it to score it; 0: the device scores.
+    key, value, scanned: of a row of one KV head, as K and V are stored and as the CPU reads K to score it; 0: the
+    device scores.
     """
 
     batch: int
@@ -59,6 +62,7 @@ class Sizes:
     logit: int
     key: Callable[[LayerSpec], float]
     scanned: Callable[[LayerSpec], float]
+    value: Callable[[LayerSpec], float]
 
 
 def resident(layer: LayerSpec, sizes: Sizes) -> StepBytes:
@@ -67,8 +71,8 @@ def resident(layer: LayerSpec, sizes: Sizes) -> StepBytes:
 
 
 def streamed(layer: LayerSpec, sizes: Sizes, rows: int) -> StepBytes:
-    """FlexGen, attention on the GPU: 2 B N Hkv d e to the device."""
-    moved = sizes.batch * rows * layer.kv_bytes_per_token(sizes.element)
+    """FlexGen, attention on the GPU: 2 B N Hkv d e to the device; packed, e is 0.5625 for 4 bits."""
+    moved = sizes.batch * rows * layer.num_kv_heads * (sizes.key(layer) + sizes.value(layer))
     return StepBytes(h2d=moved, link_read=moved) + _aged(layer, sizes)
 
 
@@ -152,7 +156,13 @@ def sizes_of(config: Config, dtype: torch.dtype, on_cuda: bool) -> Sizes:
     cache, element = config.cache, dtype.itemsize
     stored = build.key_storage(config, dtype).stored
 
+    def value(layer: LayerSpec) -> float:
+        width = (1, 1, 1, layer.head_dim)
+        return tensor_bytes(*value_part(width, build.key_storage(config, dtype), dtype))
+
     def key(layer: LayerSpec) -> float:
+        if cache.compress != "none":
+            return value(layer)
         return layer.head_dim * stored.itemsize + (4 if stored is torch.int8 else 0)
 
     def scanned(layer: LayerSpec) -> float:
@@ -162,7 +172,7 @@ def sizes_of(config: Config, dtype: torch.dtype, on_cuda: bool) -> Sizes:
             return sketch_bytes(int(cache.sketch.removeprefix("int")), layer.head_dim) / SKETCH_BLOCK
         return 0.0  # on the device
 
-    return Sizes(config.run.batch, element, 2 if on_cuda and dtype != torch.float32 else 4, key, scanned)
+    return Sizes(config.run.batch, element, 2 if on_cuda and dtype != torch.float32 else 4, key, scanned, value)
 
 
 def kept_by_eviction(config: Config, tokens: int, prompt: int | None = None) -> int:
@@ -187,5 +197,5 @@ def _aged(layer: LayerSpec, sizes: Sizes) -> StepBytes:
     """A new row's share of the blocks that leave the window: its K and V as they are kept, and its part of a sketch."""
     key, scanned = sizes.key(layer), sizes.scanned(layer)
     sketch = scanned if scanned != key else 0.0
-    row = key + layer.head_dim * sizes.element + sketch
+    row = key + sizes.value(layer) + sketch
     return StepBytes(d2h=sizes.batch * layer.num_kv_heads * row)

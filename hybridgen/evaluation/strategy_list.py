@@ -11,6 +11,7 @@ from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.evaluation.byte_formulas import kept_by_eviction, step_bytes
 from hybridgen.kv_cache.page_bounds import PAGE
 from hybridgen.models.spec import ModelSpec
+from hybridgen.offload.groupwise import GROUP
 
 _RUNS = {
     "full": "device",
@@ -65,7 +66,10 @@ def _kept(config: Config, modes: Sequence[str], tokens: int) -> str:
         what = "V" if config.attention.lookahead == "logits" else "K and V"
         words.append(f"{what} fetched {_chosen(config)}")
     elif executor == "streamed":
-        words.append("all of which comes at every step")
+        packed = "" if cache.compress == "none" else f", {cache.compress} in groups of {GROUP} channels"
+        words.append(f"all of which comes at every step{packed}")
+        if config.placement.kv_on_disk:
+            words.append(f"the oldest {100 * config.placement.kv_on_disk:g} % of them in a file")
     return "; ".join(words)
 
 

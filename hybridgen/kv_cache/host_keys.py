@@ -1,4 +1,4 @@
-"""The keys of a layer's host tier, in the type that `--key-type` and `--sketch` ask for.
+"""The keys of a layer's host tier, in the type that `--key-type` and `--sketch` ask for; and its values.
 
 What is stored is what counts: the scan scores it, fetched rows are made from it, an appended prompt attends to it
 (contracts.md, "Quantised keys"). A sketch is scored in its stead and lies beside it.
@@ -27,6 +27,7 @@ from hybridgen.kv_cache.quantize import (
 )
 from hybridgen.kv_cache.row_pool import RowPool, pool_parts
 from hybridgen.kv_cache.staging import Staging
+from hybridgen.offload.groupwise import GroupCodec
 from hybridgen.offload.host_memory import HostBuffer, HostSlab
 from hybridgen.offload.scanned_keys import ScannedKeys
 from hybridgen.offload.transfer import FetchTicket, Ticket, TransferEngine
@@ -48,6 +49,7 @@ class KeyStorage:
     partial_ratio: float = 0.2  # of `partial`: columns of its keys
     pool_capacity: float = 1.0  # of `partial`: the share of a prompt's host rows that may be alive; 1: rows never die
     pool_policy: str = "counter"
+    packed_bits: int | None = None  # `cache.compress`: of keys and values in groups of channels; None: `stored`
 
     @property
     def on_device(self) -> bool:
@@ -63,12 +65,21 @@ class KeyStorage:
 def key_parts(shape: Shape, storage: KeyStorage) -> list[Part]:
     """Shape and type of every tensor that keys [B, Hkv, N, d] take in host memory."""
     batch, heads, rows, dim = shape
+    if storage.packed_bits is not None:
+        return [value_part(shape, storage, storage.stored)]
     parts: list[Part] = [(shape, storage.stored)]
     if storage.stored is torch.int8:
         parts += [((batch, heads, rows, 1), torch.float32), ((batch, heads, dim), torch.float32)]
     if storage.sketch is not None and not storage.on_device:
         parts += sketch_parts(shape, storage, storage.stored)
     return parts
+
+
+def value_part(shape: Shape, storage: KeyStorage, dtype: torch.dtype) -> Part:
+    """Shape and type of the tensor that values [B, Hkv, N, d] take in host memory; dtype: the model's."""
+    if storage.packed_bits is None:
+        return shape, dtype
+    return (*shape[:3], GroupCodec(storage.packed_bits, dtype).row_bytes(shape[3])), torch.uint8
 
 
 def sketch_parts(shape: Shape, storage: KeyStorage, dtype: torch.dtype) -> list[Part]:
@@ -97,6 +108,8 @@ def make_host_keys(
     skewing: of this layer, where the sketch is `partial`.
     """
     keys: HostKeys
+    if storage.packed_bits is not None:
+        return PackedRows(shape, GroupCodec(storage.packed_bits, dtype), slab, transfer)
     if storage.stored is torch.int8:
         keys = Int8Keys(shape, dtype, slab, transfer)
     else:
@@ -118,6 +131,15 @@ def make_host_keys(
         return DeviceSketchedKeys(keys, PageBounds(*tensors))
     assert storage.bits is not None
     return DeviceSketchedKeys(keys, IntSketch(storage.bits, *tensors))
+
+
+def make_host_values(
+    shape: Shape, storage: KeyStorage, dtype: torch.dtype, slab: HostSlab, transfer: TransferEngine
+) -> PlainKeys | PackedRows:
+    """Values, in memory that `slab` has for `value_part`; dtype: the model's."""
+    if storage.packed_bits is not None:
+        return PackedRows(shape, GroupCodec(storage.packed_bits, dtype), slab, transfer)
+    return PlainKeys(shape, dtype, dtype, slab, transfer)
 
 
 class HostKeys(ABC):
@@ -196,9 +218,21 @@ class PlainKeys(HostKeys):
     def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
         pass
 
+    def encoded(self, keys: Tensor) -> Tensor:
+        """Rows [Hkv, n, d] as they are stored."""
+        return keys.to(self.in_place.tensor.dtype)
+
+    def encoded_like(self, keys: Tensor) -> Tensor:
+        """Room for them on the device."""
+        return torch.empty_like(keys, dtype=self.in_place.tensor.dtype, memory_format=torch.contiguous_format)
+
+    def decoded(self, stored: Tensor, out: Tensor) -> None:
+        """Rows as they are stored into out [Hkv, n, d]."""
+        out.copy_(stored)
+
     def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
         target = self.in_place.device_view[sequence, :, row : row + keys.shape[1]]
-        return [self._transfer.copy(target, keys.to(target.dtype), "d2h")]
+        return [self._transfer.copy(target, self.encoded(keys), "d2h")]
 
     def load(self, sequence: int, rows: int, out: Tensor) -> None:
         source = self.in_place.device_view[sequence, :, :rows]
@@ -217,6 +251,52 @@ class PlainKeys(HostKeys):
         arrived = staging.encoded(layer, rows.shape[2])
         ticket = self._transfer.fetch_rows([self.in_place, values], rows, counts, [arrived, fetched])
         return _Decoding(ticket, [keys, fetched], lambda: keys.copy_(arrived))
+
+
+class PackedRows(HostKeys):
+    """Keys or values in groups of channels, each row packed by itself: FlexGen's compressed cache.
+
+    `in_place` has the packed rows, uint8 [B, Hkv, N, bytes]: they are copied whole, and not chosen from.
+    """
+
+    def __init__(self, shape: Shape, codec: GroupCodec, slab: HostSlab, transfer: TransferEngine) -> None:
+        self.kind, self.codec = codec.name, codec
+        self.in_place: HostBuffer = slab.take((*shape[:3], codec.row_bytes(shape[3])), torch.uint8)
+        self._transfer = transfer
+
+    def scanned(self) -> HostBuffer:
+        raise RuntimeError(f"{self.kind}: nothing scores packed rows")
+
+    def buffers(self) -> list[HostBuffer]:
+        return [self.in_place]
+
+    def begin(self, sequence: int, keys: Tensor, queries: Tensor) -> None:
+        pass
+
+    def encoded(self, keys: Tensor) -> Tensor:
+        """Rows [Hkv, n, d] as they are stored."""
+        return self.codec.encode(keys)
+
+    def encoded_like(self, keys: Tensor) -> Tensor:
+        """Room for them on the device."""
+        return keys.new_empty((*keys.shape[:2], self.in_place.tensor.shape[3]), dtype=torch.uint8)
+
+    def decoded(self, stored: Tensor, out: Tensor) -> None:
+        """Rows as they are stored into out [Hkv, n, d]."""
+        for packed, head in zip(stored, out, strict=True):
+            self.codec.decode(packed, head)
+
+    def store(self, sequence: int, row: int, keys: Tensor) -> list[Ticket]:
+        target = self.in_place.device_view[sequence, :, row : row + keys.shape[1]]
+        return [self._transfer.copy(target, self.encoded(keys), "d2h")]
+
+    def load(self, sequence: int, rows: int, out: Tensor) -> None:
+        arrived = self.encoded_like(out)
+        self._transfer.copy(arrived, self.in_place.device_view[sequence, :, :rows], "h2d").wait()
+        self.decoded(arrived, out)
+
+    def fetch(self, values: HostBuffer, rows: Tensor, counts: Tensor, staging: Staging, layer: int) -> FetchTicket:
+        raise RuntimeError(f"{self.kind}: packed rows are not fetched one by one")
 
 
 class Int8Keys(HostKeys):

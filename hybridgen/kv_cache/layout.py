@@ -5,6 +5,7 @@ The cache allocates by these functions and the memory plan adds them up, so the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,16 @@ def host_shape(spec: LayerSpec, batch: int, layout: WindowLayout, capacity: int)
     Head by head, so that the scan of one KV head reads one unbroken range.
     """
     return (batch, spec.num_kv_heads, max(AGEING_BLOCK, layout.host_rows(capacity)), spec.head_dim)
+
+
+def disk_rows(rows: int, share: float) -> int:
+    """Of a host tier with `rows` rows a sequence, how many of the oldest lie in a file: whole blocks, not all of them.
+
+    share: the one asked for, in [0, 1]. The rows are those that there is room for: a shorter sequence fills the file's
+    part first.
+    """
+    blocks = rows // AGEING_BLOCK
+    return AGEING_BLOCK * min(math.floor(share * blocks + 1e-9), blocks - 1)
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -23,10 +23,11 @@ class Staging:
         device: torch.device,
         dtype: torch.dtype,
         stored: torch.dtype | None = None,
+        turns: int = 2,
     ) -> None:
-        """stored: the type of the host's keys where it is not `dtype`."""
+        """stored: the type of the host's keys where it is not `dtype`; turns: 1 for what the layer makes itself."""
         # Zeroed, so that padding, which is never written, is finite.
-        self._slots = torch.zeros((2, 2, batch * heads * rows * head_dim), dtype=dtype, device=device)
+        self._slots = torch.zeros((turns, 2, batch * heads * rows * head_dim), dtype=dtype, device=device)
         encoded = rows if stored is not None and stored is not dtype else 0
         self._encoded = torch.zeros((2, batch * heads * encoded * head_dim), dtype=stored or dtype, device=device)
         scales = rows if stored is torch.int8 else 0
@@ -42,13 +43,14 @@ class Staging:
                 f"{rows} rows of each KV head are to be fetched, there is room for {self._rows}: a plan keeps "
                 "more than schedule.mode and schedule.most_extra allow"
             )
-        views = self._views.get((layer % 2, rows))
+        turn = layer % self._slots.shape[0]
+        views = self._views.get((turn, rows))
         if views is None:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
-            pair = self._slots[layer % 2][:, : batch * heads * rows * head_dim]
+            pair = self._slots[turn][:, : batch * heads * rows * head_dim]
             views = [part.view(batch, heads, rows, head_dim) for part in pair]
-            self._views[layer % 2, rows] = views
+            self._views[turn, rows] = views
         return views
 
     def encoded(self, layer: int, rows: int) -> Tensor:

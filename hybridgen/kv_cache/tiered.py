@@ -10,7 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridgen.kv_cache.host_keys import HostKeys, KeyStorage, SketchedKeys, key_parts, make_host_keys
+from hybridgen.kv_cache.disk_rows import LayerOnDisk, RowsOnDisk
+from hybridgen.kv_cache.host_keys import (
+    HostKeys,
+    KeyStorage,
+    PackedRows,
+    PlainKeys,
+    SketchedKeys,
+    key_parts,
+    make_host_keys,
+    make_host_values,
+)
 from hybridgen.kv_cache.layout import AGEING_BLOCK, WindowLayout, device_shape, host_shape
 from hybridgen.kv_cache.partial_keys import Skewing
 from hybridgen.kv_cache.recall import QUERIES, adequate_storage
@@ -36,10 +46,12 @@ class TieredKV:
         transfer: TransferEngine,
         keys_as: KeyStorage | None = None,
         skewing: Skewing | None = None,
+        disk: LayerOnDisk | None = None,
     ) -> None:
-        """The slabs have room for `host_keys.key_parts` and V; keys_as: how the host keeps keys, None for `dtype`.
+        """The slabs have room for `host_keys.key_parts` and `value_part`; keys_as: how the host keeps keys, and packs
+        values; None for `dtype`.
 
-        skewing: of this layer, for partial keys.
+        skewing: of this layer, for partial keys. disk: where the first host rows lie; the slabs have none for these.
         """
         self.layout = layout
         self.lengths = [0] * batch
@@ -49,10 +61,19 @@ class TieredKV:
         self.values = torch.zeros_like(self.keys)
         self.empty = torch.ones((batch, 1, 1, layout.rows), dtype=torch.bool, device=device)  # slots without a token
         shape = host_shape(spec, batch, layout, capacity)
+        self.host_capacity, self.disk = shape[2], disk
+        if disk is not None:
+            shape = (*shape[:2], shape[2] - disk.rows, shape[3])
         keys_as = keys_as or KeyStorage(dtype)
         self.host_keys: HostKeys = make_host_keys(shape, keys_as, dtype, keys_slab, transfer, device, skewing)
-        self.host_values = values_slab.take(shape, dtype)
-        self.host_values.tensor[:, :, 0] = 0  # what padding points to (selection/budget.py) is finite
+        value_rows = make_host_values(shape, keys_as, dtype, values_slab, transfer)
+        self.host_values = value_rows.in_place  # uint8 [B, Hkv, N, bytes] where they are packed
+        self._value_rows: HostKeys = value_rows
+        if disk is not None:
+            assert isinstance(self.host_keys, PlainKeys | PackedRows)
+            self.host_keys = RowsOnDisk(self.host_keys, disk, 0)
+            self._value_rows = RowsOnDisk(value_rows, disk, 1)
+            disk.tier.attach(disk.layer, self.disk_lengths)
         self.notes: list[str] = []  # on keys that are not stored as was asked for
         self._keys_as, self._shape, self._dtype, self._device = keys_as, shape, dtype, device
         self._skewing = skewing
@@ -99,6 +120,12 @@ class TieredKV:
         self._ageing.clear()
         return list(self.host_lengths)
 
+    def disk_lengths(self) -> list[int]:
+        """Rows of each sequence in the file once `admit` is called."""
+        most = 0 if self.disk is None else self.disk.rows
+        coming = [AGEING_BLOCK * (sequence in self._ageing) for sequence in range(len(self.lengths))]
+        return [min(most, length + more) for length, more in zip(self.host_lengths, coming, strict=True)]
+
     def steady_host_lengths(self) -> list[int] | None:
         """The host lengths, where a token more leaves them and the host alone: no block ages, and there are rows."""
         if self._arriving or self._ageing or max(self.host_lengths) == 0:
@@ -119,8 +146,7 @@ class TieredKV:
                 row += slots.stop - slots.start
         if host:
             self.host_keys.load(sequence, host, keys[:, sinks : sinks + host])
-            source = self.host_values.device_view[sequence, :, :host]
-            self._transfer.copy(values[:, sinks : sinks + host], source, "h2d").wait()
+            self._value_rows.load(sequence, host, values[:, sinks : sinks + host])
 
     def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> None:
         """Take over a prefilled sequence: keys, values [Hkv, n, d], those beyond the length are new.
@@ -146,8 +172,7 @@ class TieredKV:
         if host > held:
             rows = slice(sinks + held, sinks + host)
             self._arriving += self.host_keys.store(sequence, held, keys[:, rows])
-            target = self.host_values.device_view[sequence, :, held:host]
-            self._arriving.append(self._transfer.copy(target, values[:, rows], "d2h"))
+            self._arriving += self._value_rows.store(sequence, held, values[:, rows])
         self.empty[sequence] = True
         self.empty[sequence, 0, 0, : min(sinks, length)] = False
         for slots in self._ring_slices(host, max(0, length - sinks - host)):
@@ -168,8 +193,7 @@ class TieredKV:
             for local in (self.keys, self.values)
         )
         self._arriving += self.host_keys.store(sequence, host, keys)
-        target = self.host_values.device_view[sequence, :, host : host + AGEING_BLOCK]
-        self._arriving.append(self._transfer.copy(target, values, "d2h"))
+        self._arriving += self._value_rows.store(sequence, host, values)
 
     def _settle_keys(self, queries: Tensor, keys: Tensor) -> None:
         """Before the first row is stored: what quantising would spoil, by the first sequence's keys, stays whole."""

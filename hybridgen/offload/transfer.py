@@ -49,6 +49,21 @@ class Ticket:
         self.wait()
 
 
+class Tickets(Ticket):
+    """Several, over when all of them are."""
+
+    def __init__(self, tickets: list[Ticket]) -> None:
+        self._tickets = tickets
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+
+    def wait_host(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait_host()
+
+
 class FetchTicket:
     """Rows under way from the host tier, each target [B, Hkv, rows, head_dim]."""
 
@@ -107,8 +122,8 @@ class TransferEngine(ABC):
     def stream_rows(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
         """Copy the first lengths[b] rows of each head to the device, by DMA, in the stream of whoever calls.
 
-        sources: each contiguous [B, Hkv, N, d]; targets: of the same types, contiguous [B, Hkv, n, d], n no less than
-        the longest length. Rows beyond a length are left as they are.
+        sources: each [B, Hkv, N, d]; targets: of the same types, [B, Hkv, n, d], n no less than the longest length; the
+        rows of a head contiguous in all of them. Rows beyond a length are left as they are.
         """
         row_bytes = sum(source.tensor.shape[1] * source.tensor[0, 0, 0].nbytes for source in sources)
         self.telemetry.count_bytes("h2d", sum(lengths) * row_bytes)
@@ -222,7 +237,10 @@ class _LazyTicket(Ticket):
 
 
 class LazyTransfer(ImmediateTransfer):
-    """Nothing is done before `wait`; until then the target holds NaN. Pieces do what was first recorded."""
+    """Nothing is done before `wait`; until then the target holds NaN (bytes: all bits set).
+
+    Pieces do what was first recorded.
+    """
 
     def __init__(self, telemetry: Telemetry) -> None:
         super().__init__(telemetry)
@@ -234,6 +252,8 @@ class LazyTransfer(ImmediateTransfer):
         for target in targets:
             if target.is_floating_point():
                 target.fill_(float("nan"))
+            elif target.dtype is torch.uint8:  # codes and, in the same bytes, what they are multiplied by
+                target.fill_(0xFF)
         return _LazyTicket(work)
 
 

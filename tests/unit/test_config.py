@@ -210,7 +210,7 @@ def test_sizes_and_token_counts_are_read_as_the_flags_read_them(
     [
         ("placement.gpu_memory_bytes", "24Gib of it", "24GiB"),
         ("run.seq", "32kB", "32k"),
-        ("runtime.micro_batch", "2k", "int"),  # sequences, not tokens
+        ("runtime.micro_batch", "2k", "float or int"),  # sequences, not tokens
     ],
 )
 def test_other_texts_are_refused(path: str, text: str, example: str) -> None:
@@ -339,6 +339,9 @@ def test_an_unknown_strategy_is_told_the_known_ones() -> None:
         ("aog", {"cache.sketch": "int4"}, r"cache\.sketch = 'int4' with attention\.executor = 'streamed'"),
         ("aoc", {"cache.sketch": "int2"}, r"cache\.sketch = 'int2' with attention\.executor = 'on_cpu'"),
         ("aog", {"cache.key_type": "int8"}, r"cache\.key_type = 'int8' with .*'streamed'.*allowed: 'auto'"),
+        ("aoc", {"cache.compress": "int4"}, r"cache\.compress = 'int4' with .*'on_cpu'.*allowed: 'none'.*'streamed'"),
+        ("hybridgen", {"cache.compress": "int8"}, r"cache\.compress = 'int8' with .*'hybrid'.*allowed: 'none'"),
+        ("aog", {"cache.compress": "int2"}, r"cache\.compress = 'int2'.*'none' or 'int8' or 'int4'"),
         ("aog", {"cache.key_type": "fp16"}, "allowed: 'auto'"),
         ("aoc", {"cache.key_type": "int8"}, None),
         ("aoc", {"selection.keep": 0.1, "attention.lookahead": "off", "schedule.mode": "feedback"}, None),

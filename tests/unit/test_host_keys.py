@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridgen.kv_cache.host_keys import HostKeys, KeyStorage, key_parts, make_host_keys
+from hybridgen.kv_cache.host_keys import (
+    HostKeys,
+    KeyStorage,
+    key_parts,
+    make_host_keys,
+    make_host_values,
+    value_part,
+)
 from hybridgen.kv_cache.partial_keys import skew_matrix
 from hybridgen.kv_cache.quantize import dequantize_int8, key_mean, quantize_int8
 from hybridgen.kv_cache.recall import adequate_storage, top_recall
@@ -131,3 +138,30 @@ def test_a_sketch_that_finds_too_little_is_left_out() -> None:
     keys[:, ::64] *= 300.0  # one token a block takes all of the range
     kept, notes = adequate_storage(KeyStorage(torch.float16, "int2"), torch.float32, queries, keys)
     assert kept == KeyStorage(torch.float16) and "no int2 keys" in notes[0]
+
+
+@pytest.mark.parametrize("engine", [ImmediateTransfer, LazyTransfer])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_rows_come_back_within_half_a_step(bits: int, engine: type[TransferEngine]) -> None:
+    """Keys or values of two groups a row, the second one short; a view of a larger tensor, as the window gives them."""
+    shape, storage = (BATCH, HEADS, 256, 80), KeyStorage(torch.float16, packed_bits=bits)
+    parts = [*key_parts(shape, storage), value_part(shape, storage, torch.float16)]
+    assert parts[0] == parts[1]
+    slab, transfer = HostSlab(2 * padded_bytes(*parts[0]), CPU, poison=True), engine(Telemetry())
+    keys = make_host_keys(shape, storage, torch.float16, slab, transfer, CPU)
+    values = make_host_values(shape, storage, torch.float16, slab, transfer)
+    for rows in (keys, values):
+        made = torch.randn(HEADS, 300, 80).half()
+        made[..., 64:] *= 20
+        for first, last in ((0, 128), (128, 192)):
+            for ticket in rows.store(1, first, made[:, first:last]):
+                ticket.wait()
+        loaded = torch.full((HEADS, 200, 80), torch.nan).half()
+        rows.load(1, 192, loaded[:, 8:])
+        error = (loaded[:, 8:].float() - made[:, :192].float()).abs().unflatten(2, (5, 16))
+        groups = (made[:, :192, :64], made[:, :192, 64:])
+        steps = [(group.amax(2) - group.amin(2)).float() / (2**bits - 1) for group in groups]
+        for some, step in zip((error[:, :, :4], error[:, :, 4:]), steps, strict=True):
+            assert (some.amax((2, 3)) <= 0.51 * step + 0.04).all()
+        with pytest.raises(RuntimeError, match="scores"):
+            rows.scanned()
