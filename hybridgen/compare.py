@@ -301,15 +301,22 @@ def _with_one_share(job: _Job, contestants: list[Contestant], reference: Contest
     Returns the reference that fits then.
     """
     admitted = [some.admission for some in (reference, *contestants) if some.admission is not None]
-    shares = {admission.config.placement.weights_on_gpu for admission in admitted}
+    placed = [admission.config.placement for admission in admitted]
+    shares = {(placement.weights_on_gpu, placement.weights_on_disk) for placement in placed}
     if len(shares) < 2:
         return reference
-    numbers = [share for share in shares if not isinstance(share, str)]
-    job.assigned |= {"placement.weights_on_gpu": Setting(max(numbers), "the largest that one of the strategies allows")}
-    print(f"weights: {max(numbers):.4g} of the layers' on the device, for all strategies")
+    numbers = [share for share, _ in shares if not isinstance(share, str)]
+    disk = min(0.0 if isinstance(share, str) else share for _, share in shares)
+    job.assigned |= {
+        "placement.weights_on_gpu": Setting(max(numbers), "the largest that one of the strategies allows"),
+        "placement.weights_on_disk": Setting(disk, "the smallest that one of the strategies allows"),
+    }
+    print(f"weights: {max(numbers):.4g} of the layers' on the device, {disk:.4g} on disk, for all strategies")
     for contestant in contestants:
         if contestant.admission is not None and contestant.config is not None:
-            contestant.config = memory_plan.with_share(contestant.config, max(numbers))
+            contestant.config = with_settings(
+                memory_plan.with_share(contestant.config, max(numbers)), {"placement.weights_on_disk": disk}
+            )
             _admit(job, contestant)
     return _reference(job)
 

@@ -113,6 +113,9 @@ class PlacementConfig:
     # Share of the decoder layers' weights that stays on the device; the rest is streamed from host memory.
     # auto: the largest that the memory plan allows; all of it where no job is planned (LLM(...) from Python).
     weights_on_gpu: float | Literal["auto"] = "auto"
+    # Share that is read from disk in every step. auto: what device and host have no room for by the memory plan; none
+    # where no job is planned.
+    weights_on_disk: float | Literal["auto"] = "auto"
     # Layers whose streamed weights are under way while one runs. 2, not 1: the query predicted for layer i + 1
     # needs that layer's weights when layer i begins; with 1 they would be sent for only then.
     prefetch_depth: int = 2
@@ -406,6 +409,7 @@ _RANGES: dict[str, tuple[str, Any]] = {
     ),
     "cache.pool_capacity": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
     "placement.weights_on_gpu": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
+    "placement.weights_on_disk": ("'auto' or a fraction in [0, 1]", lambda v: v == "auto" or 0 <= v <= 1),
     "placement.prefetch_depth": ("a number of layers >= 1", lambda v: v >= 1),
     "placement.gpu_memory_bytes": ("a size > 0", lambda v: v > 0),
     "placement.host_memory_bytes": ("a size > 0", lambda v: v > 0),
@@ -459,6 +463,12 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
         raise ConfigError(
             f"placement.kv_on_gpu = {config.placement.kv_on_gpu} and cache.gpu_window = {window.value!r} (from "
             f"{window.source}): each says how much of the KV cache stays on the device; give one of them"
+        )
+    on_gpu, on_disk = config.placement.weights_on_gpu, config.placement.weights_on_disk
+    if on_gpu != "auto" and on_disk != "auto" and on_gpu + on_disk > 1 + 1e-9:
+        raise ConfigError(
+            f"placement.weights_on_gpu = {on_gpu} and placement.weights_on_disk = {on_disk}: together they are more "
+            "than all weights (allowed: a sum in [0, 1]; the rest is the host's)"
         )
     if config.cache.sketch in ON_GPU_ALONE and config.cache.sketch_home == "host":
         raise ConfigError(

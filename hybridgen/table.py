@@ -63,6 +63,10 @@ def format_table(report: dict[str, Any]) -> str:
     if report["kept_fraction"] is not None:
         rows.append(("kept", f"{report['kept_fraction']:.3f} of the host tier"))
     rows += _schedule_rows(report["scheduler"])
+    if report["disk"]["bytes_per_s"] is not None:
+        read = "" if decode["median"] is None else f", {format_bytes(int(report['bytes_per_token']['disk']))} per token"
+        rows.append(("disk", f"read at {report['disk']['bytes_per_s'] / 1e9:.2f} GB/s while it was asked{read}"))
+        rows += [("note", note) for note in report["disk"]["notes"]]
     if report["peak_gpu_bytes"] is not None:
         rows.append(("peak device memory", format_bytes(report["peak_gpu_bytes"])))
     rows.append(("peak host memory", format_bytes(report["peak_host_bytes"])))

@@ -18,7 +18,7 @@ from hybridgen.engine.memory_budget import Chosen, settle
 from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
 from hybridgen.models.loading import weight_bytes
-from hybridgen.offload.disk import disk_folder, require_space
+from hybridgen.offload.disk import disk_folder, require_space, sweep
 from hybridgen.placement.plan import GIB, MemoryPlan, format_bytes
 
 SEQ_STEP = 256  # a suggested --seq is a multiple of this
@@ -30,6 +30,7 @@ _OPEN = {
     "cache.gpu_window": None,
     "cache.sketch_home": "auto",
     "placement.weights_on_gpu": "auto",
+    "placement.weights_on_disk": "auto",
 }
 
 
@@ -98,10 +99,7 @@ def admit(
             f"what would fit: {_suggestion(choice, config, prompt_tokens, gen, batch, free)}"
         )
     config = settled.config
-    on_disk = build.kv_disk_layout(config, choice.spec, batch, capacity, choice.dtype)
-    if on_disk is not None:
-        require_space(disk_folder(config.placement.disk_dir), on_disk.file_bytes, "the KV cache's share on disk")
-        notes.append(f"{format_bytes(on_disk.file_bytes)} of the KV cache lie in a file")
+    notes += _files(choice, config, plan, batch, capacity)
     if config.attention.executor == "evicting":
         notes.append("tokens are evicted for good: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
         if any(build.reindexes(config, layer) for layer in choice.spec.layers):
@@ -122,6 +120,24 @@ def admit(
         else:
             notes.append("no memory for full attention's own cache: the answer is not checked against it")
     return Admission(plan, modes, notes, limits, check_fits, config, settled.chosen)
+
+
+def _files(choice: ModelChoice, config: Config, plan: MemoryPlan, batch: int, capacity: int) -> list[str]:
+    """What will be written to disk, in words; DiskError if there is no room for all of it together."""
+    notes, needed = [], 0
+    folder = disk_folder(config.placement.disk_dir)
+    kv = build.kv_disk_layout(config, choice.spec, batch, capacity, choice.dtype)
+    copy = build.file_to_write(choice, config) if plan.disk_bytes else None
+    if kv is not None or copy is not None:
+        sweep(folder)
+    if copy is not None:
+        needed += copy.nbytes
+        require_space(copy.path.parent, needed, "a copy of the decoder layers, to be read from disk,")
+        notes.append(f"{copy.nbytes / 1e9:.1f} GB of weights are written once, for later runs as well: {copy.path}")
+    if kv is not None:
+        require_space(folder, needed + kv.file_bytes, "the KV cache's share on disk" + (" and weights" if copy else ""))
+        notes.append(f"{format_bytes(kv.file_bytes)} of the KV cache lie in a file")
+    return notes
 
 
 def _more_room(

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,19 @@ from hybridgen.kv_cache.partial_keys import Skews, skew_shape
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
+from hybridgen.models.hf_directory import weight_files
 from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights
 from hybridgen.models.spec import LayerSpec, ModelSpec
+from hybridgen.models.stored_rows import stored_layers
 from hybridgen.models.tokenizer import has_tokenizer_files
+from hybridgen.offload.disk import disk_folder
+from hybridgen.offload.disk_weights import (
+    DiskWeights,
+    LayerFile,
+    checkpoint_identity,
+    random_identity,
+    stage_bytes,
+)
 from hybridgen.offload.logit_worker import selected_isa
 from hybridgen.offload.weights import HostWeights, host_weights
 from hybridgen.output import check_output_path
@@ -63,7 +74,8 @@ class ObtainedWeights:
     kind: str  # "real" or "random"
     random_reason: str | None
     directory: Path | None  # where the tokenizer lies, if anywhere
-    host: HostWeights | None = None  # the layers' weights that are not on the device
+    host: HostWeights | None = None  # the layers' weights that are not on the device, and where each part lies
+    disk: DiskWeights | None = None  # those of them that are on disk
 
     @property
     def has_tokenizer(self) -> bool:
@@ -95,6 +107,13 @@ def choose_model(config: Config) -> ModelChoice:
     return ModelChoice(location, spec, family, device, DTYPES[name])
 
 
+def weight_shares(config: Config) -> tuple[float, float]:
+    """Of the decoder layers' weights, on the device and on disk, as asked for; `auto`: all that is not on disk."""
+    on_gpu, on_disk = config.placement.weights_on_gpu, config.placement.weights_on_disk
+    disk = 0.0 if on_disk == "auto" else on_disk
+    return (1.0 - disk if on_gpu == "auto" else on_gpu), disk
+
+
 def obtain_weights(
     choice: ModelChoice, config: Config, needs_text: bool, progress: Progress | None = None
 ) -> ObtainedWeights:
@@ -103,7 +122,6 @@ def obtain_weights(
     needs_text: the output is to be read, so random weights cannot stand in for a hub that does not answer.
     """
     location, reason = choice.location, None
-    share = config.placement.weights_on_gpu if config.placement.weights_on_gpu != "auto" else 1.0
     directory = location.directory
     if config.model.weights == "random":
         reason = "asked for"
@@ -120,19 +138,70 @@ def obtain_weights(
                     "or --weights random without a prompt"
                 ) from None
             reason = str(error)
+    family, device, dtype, (share, on_disk) = choice.family, choice.device, choice.dtype, weight_shares(config)
     if reason is not None:
-        host = host_weights(choice.family, choice.spec, share, choice.device, choice.dtype)
-        tensors = random_weights(
-            choice.family, choice.spec, choice.device, choice.dtype, config.run.seed, progress, host
-        )
-        return ObtainedWeights(tensors, choice.spec, "random", reason, directory, host)
-    assert directory is not None
-    with open_checkpoint(directory) as checkpoint:
-        # A GGUF file's RoPE factors, say, are known only now.
-        spec = spec_of(choice.spec.name, checkpoint.config)
-        host = host_weights(choice.family, spec, share, choice.device, choice.dtype)
-        tensors = load_weights(choice.family, spec, checkpoint, choice.device, choice.dtype, progress, host)
-    return ObtainedWeights(tensors, spec, "real", None, directory, host)
+        spec, parts = choice.spec, None
+        host = host_weights(family, spec, share, device, dtype, on_disk)
+        with _own_file(choice, spec, config, None, host) as file:
+            tensors = random_weights(family, spec, device, dtype, config.run.seed, progress, host, file)
+    else:
+        assert directory is not None
+        with open_checkpoint(directory) as checkpoint:
+            # A GGUF file's RoPE factors, say, are known only now.
+            spec = spec_of(choice.spec.name, checkpoint.config)
+            host = host_weights(family, spec, share, device, dtype, on_disk)
+            parts = stored_layers(family, spec, checkpoint, dtype) if on_disk else None
+            with _own_file(choice, spec, config, directory, host) if parts is None else nullcontext() as file:
+                tensors = load_weights(family, spec, checkpoint, device, dtype, progress, host, file, on_disk > 0)
+    disk = None
+    if host is not None and host.split.disk_elements:
+        if file is not None:
+            parts = file.layers()
+        assert parts is not None
+        sources = [family.layer_tensors(spec, layer) for layer in range(spec.num_layers)]
+        disk = DiskWeights(host.split, parts, stage_bytes(sources, host.split.layers, dtype))
+    kind = "real" if reason is None else "random"
+    return ObtainedWeights(tensors, spec, kind, reason, directory, host, disk)
+
+
+def own_file(choice: ModelChoice, spec: ModelSpec, config: Config, directory: Path | None) -> LayerFile:
+    """The file of ours for layers that cannot be read from disk where they are; directory None: they are random."""
+    if directory is None:
+        identity = random_identity(config.run.seed, choice.device)
+    else:
+        identity = checkpoint_identity(weight_files(directory))
+    return LayerFile(choice.family, spec, choice.dtype, disk_folder(config.placement.disk_dir), identity)
+
+
+def file_to_write(choice: ModelChoice, config: Config) -> LayerFile | None:
+    """The file of ours that loading will write first if weights lie on disk.
+
+    None: they are read where they are, or an earlier start wrote it.
+    """
+    location, directory = choice.location, choice.location.directory
+    if config.model.weights == "random":
+        file = own_file(choice, choice.spec, config, None)
+    elif directory is not None:
+        if weight_files(directory)[0].suffix == ".safetensors":
+            with open_checkpoint(directory) as checkpoint:
+                if stored_layers(choice.family, choice.spec, checkpoint, choice.dtype) is not None:
+                    return None
+        file = own_file(choice, choice.spec, config, directory)
+    else:  # not here yet: a GGUF file is converted to float32
+        stored = "float32" if location.gguf is not None else choice.spec.torch_dtype
+        if DTYPES.get(stored) is choice.dtype:
+            return None
+        file = LayerFile(choice.family, choice.spec, choice.dtype, disk_folder(config.placement.disk_dir), "to come")
+    return None if file.is_written else file
+
+
+def _own_file(
+    choice: ModelChoice, spec: ModelSpec, config: Config, directory: Path | None, host: HostWeights | None
+) -> AbstractContextManager[LayerFile | None]:
+    """As `own_file`; None where no weights lie on disk."""
+    if host is None or not host.split.disk_elements:
+        return nullcontext()
+    return own_file(choice, spec, config, directory)
 
 
 def check_positions(choice: ModelChoice, tokens: int, extend: bool) -> str | None:

@@ -45,27 +45,19 @@ from hybridgen.selection.eviction import policy_of
 
 @dataclass
 class KVMemory:
-    """What all strategies on one machine share: who scans, who moves, and slabs of host memory on their nodes."""
+    """What all strategies on one machine share: who scans, moves and reads files, and host memory on its nodes."""
 
     worker: LogitWorker
     transfer: TransferEngine
     slabs: SlabPool
     placed: KVPlacement
+    disk: DiskReader
     tiers: weakref.WeakSet[DiskTier] = field(default_factory=weakref.WeakSet)  # the files there are
-    _reader: DiskReader | None = None
-
-    def reader(self, threads: int) -> DiskReader:
-        """Who reads files; made at the first use."""
-        if self._reader is None:
-            self._reader = DiskReader(threads, self.transfer.telemetry)
-        return self._reader
 
     def close(self) -> None:
-        """Remove the files, end what reads them, and give the host's memory back."""
+        """Remove the files, and give the host's memory back."""
         for tier in list(self.tiers):
             tier.close()
-        if self._reader is not None:
-            self._reader.close()
         self.slabs.release_idle()
 
 
@@ -128,8 +120,7 @@ class LayerFactory:
             return None
         memory, placement = self._memory, self._config.placement
         slab = memory.slabs.take(layout.memory_bytes, memory.placed.values)
-        reader = memory.reader(placement.disk_threads)
-        tier = DiskTier(disk_folder(placement.disk_dir), layout, reader, memory.transfer, slab)
+        tier = DiskTier(disk_folder(placement.disk_dir), layout, memory.disk, memory.transfer, slab)
         memory.tiers.add(tier)
         return tier
 

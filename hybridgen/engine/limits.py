@@ -59,7 +59,9 @@ def limits(report: Mapping[str, Any], gpu_ms: float | None, ceilings: MachineCei
     step_ms, moved = report["decode_ms_per_token"]["median"], report["bytes_per_token"]
     known = None
     if ceilings is not None:
-        streamed = report["memory_plan"]["host"].get("streamed weights", 0) + report["streamed_kv_bytes_per_token"]
+        plan = report["memory_plan"]
+        streamed = plan["host"].get("streamed weights", 0) + plan["disk"].get("weights", 0)
+        streamed += report["streamed_kv_bytes_per_token"]
         fetched = report["fetched_bytes_per_token"]
         known = limit_ms(
             ceilings,

@@ -28,7 +28,7 @@ from hybridgen.engine.scheduling import make_schedule, observe
 from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError, ConfigError
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
-from hybridgen.offload.disk import disk_folder, sweep
+from hybridgen.offload.disk import DiskReader, disk_folder, sweep
 from hybridgen.offload.host_memory import SlabPool, place_kv
 from hybridgen.offload.logit_worker import LogitWorker
 from hybridgen.offload.transfer import LazyTransfer, make_transfer
@@ -56,18 +56,24 @@ class _Machine:
         poison = isinstance(self.transfer, LazyTransfer)
         sweep(disk_folder(config.placement.disk_dir))  # what a killed process has left
         placed = place_kv(config.placement.memory, config.placement.near_node, config.placement.far_node)
-        self.memory = KVMemory(self.worker, self.transfer, SlabPool(choice.device, poison), placed)
+        self.reader = DiskReader(config.placement.disk_threads, self.telemetry)
+        self.memory = KVMemory(self.worker, self.transfer, SlabPool(choice.device, poison), placed, self.reader)
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
         depth, layers = config.placement.prefetch_depth, weights.tensors.layers
-        self.weights = LayerWeightStore(layers, weights.host, depth, self.transfer, choice.device, choice.dtype)
+        self.weights = LayerWeightStore(
+            layers, weights.host, depth, self.transfer, choice.device, choice.dtype, weights.disk, self.reader
+        )
 
     def close(self) -> None:
         try:
             self.transfer.finish()  # first: what was issued last may still wait for scans
         finally:
             self.worker.close()
-        self.weights.close()
-        self.memory.close()
+        try:
+            self.weights.close()
+            self.memory.close()
+        finally:
+            self.reader.close()
 
 
 class LLM:
@@ -156,6 +162,18 @@ class LLM:
     def weights_on_gpu(self) -> float:
         """Realised share of the decoder layers' weights that stays on the device."""
         return self._machine.weights.share
+
+    @property
+    def placement(self) -> dict[str, dict[str, float]]:
+        """Realised shares of the decoder layers' weights, by where they lie."""
+        on_gpu, on_disk = self._machine.weights.share, self._machine.weights.disk_share
+        return {"weights": {"gpu": on_gpu, "host": max(0.0, 1.0 - on_gpu - on_disk), "disk": on_disk}}
+
+    @property
+    def disk(self) -> dict[str, Any]:
+        """What was read from disk so far, how fast, and what there is to say of it."""
+        reader = self._machine.reader
+        return {"bytes_read": reader.bytes_read, "bytes_per_s": reader.bytes_per_s, "notes": reader.notes}
 
     @property
     def worker_threads(self) -> int:

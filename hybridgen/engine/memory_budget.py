@@ -7,7 +7,8 @@ What was given is never changed. What was left open is given up in this order, c
 3. exact layers on the device, one by one: such a layer waits for its scan in every step;
 4. the window, down to 256 tokens: those beyond it can still be chosen from the host;
 5. a sketch on the GPU: the CPU scores by it then;
-6. weights on the device: each byte that is streamed crosses the link in every step.
+6. weights on the device: each byte that is streamed crosses the link in every step;
+7. weights in memory: what neither device nor host has room for is read from disk in every step, as little as will do.
 
 So of all combinations the first that fits is taken, in lexicographic order with the dearest setting first. The order
 does not depend on the memory there is, hence more memory never gives a worse choice, and if anything fits, it is found.
@@ -19,7 +20,7 @@ Pure: memory is not looked at here but given.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -37,6 +38,7 @@ WITHOUT_AUTO = ("cache.gpu_window", "schedule.most_extra", "schedule.mode")
 WINDOWS = (384, 256)  # tried below the default
 CHUNKS = (2048, 1024, 512)  # likewise, on a GPU
 _WEIGHTS = "placement.weights_on_gpu"
+_ON_DISK = "placement.weights_on_disk"
 
 Limits = tuple[int | None, int]  # bytes of the device (None: no GPU) and of the host
 Option = Mapping[str, Any]  # settings by dotted path
@@ -73,6 +75,7 @@ def settle(
     free: those of WITHOUT_AUTO that nobody gave.
     """
     layers, weights_open = choice.spec.num_layers, config.placement.weights_on_gpu == "auto"
+    disk_open = config.placement.weights_on_disk == "auto"
     settings = _open_settings(choice, config, free)
     combinations = [_merged(options) for options in product(*settings)]
     configs = [with_settings(config, option) for option in combinations]
@@ -82,6 +85,8 @@ def settle(
     best, taken = _merged(options[0] for options in settings), combinations[index]
     config = memory_plan.settled(configs[index], plan)
     chosen = [Chosen(_WEIGHTS, plan.weights_on_gpu, 1.0)] if weights_open else []
+    if disk_open and plan.weights_on_disk:
+        chosen.insert(0, Chosen(_ON_DISK, plan.weights_on_disk, 0.0))
     if config.schedule.mode != "feedback":
         taken.pop("schedule.most_extra", None)  # it means nothing
     chosen += [Chosen(path, value, best[path]) for path, value in taken.items()]
@@ -91,29 +96,98 @@ def settle(
 def fit_weights(
     choice: ModelChoice, config: Config, plans: Sequence[MemoryPlan], limits: Limits
 ) -> tuple[int, MemoryPlan]:
-    """The largest share of the weights with which one of the plans fits, and the first plan that does; its index.
+    """The largest share of the weights on the device with which one of the plans fits, and the first that does.
 
-    Plans for the same config but for where the weights lie. If none fits with any share, the nearest miss.
+    Plans for the same config but for where the weights lie; returns its index, too. Weights come to lie on disk as
+    asked, or else where none of the plans fits without. If nothing does, the nearest miss.
     """
-    asked = config.placement.weights_on_gpu
-    shares = [1.0 if asked == "auto" else asked]
-    if asked == "auto" and choice.device.type != "cpu":
-        shares = possible_shares(layer_shapes(choice.family, choice.spec))
+    asked, on_disk = config.placement.weights_on_gpu, config.placement.weights_on_disk
+    shares, disk = [asked if asked != "auto" else 1.0], 0.0 if on_disk == "auto" else on_disk
+    if asked == "auto":
+        shares = [share for share in _possible(choice) if share <= 1.0 - disk + 1e-9] or [0.0]
+        if disk:
+            shares.insert(0, 1.0 - disk)
+        if choice.device.type == "cpu":  # the host's memory is the device's: nothing is gained in its own tier
+            del shares[1:]
     bare = [memory_plan.without_weights(plan) for plan in plans]
     device_limit, host_limit = limits
     missing: list[tuple[int, float, int]] = []  # bytes, share, plan
     for share in shares:
-        weights = memory_plan.footprint(choice, config, share)
+        weights = memory_plan.footprint(choice, config, share, disk)
         for index, (plan, (device, host)) in enumerate(zip(plans, bare, strict=True)):
             device += weights.device_bytes + weights.staging_bytes
-            host += weights.host_bytes + (device if plan.device_is_host else 0)
+            host += weights.host_bytes + weights.stages_bytes + (device if plan.device_is_host else 0)
             over = 0 if device_limit is None else max(0, device - device_limit)
             over += max(0, host - host_limit)
             if not over:
-                return index, memory_plan.place_weights(choice, memory_plan.with_share(config, share), plan)
+                return index, _placed(choice, config, plan, share, disk)
             missing.append((over, share, index))
+    found = _fit_with_disk(choice, config, bare, limits) if on_disk == "auto" else None
+    if found is not None:
+        index, share, disk = found
+        return index, _placed(choice, config, plans[index], share, disk)
     _, share, index = min(missing, key=lambda miss: miss[0])
-    return index, memory_plan.place_weights(choice, memory_plan.with_share(config, share), plans[index])
+    return index, _placed(choice, config, plans[index], share, disk)
+
+
+def _fit_with_disk(
+    choice: ModelChoice, config: Config, bare: Sequence[tuple[int, int]], limits: Limits
+) -> tuple[int, float, float] | None:
+    """The smallest share of the weights on disk with which a plan fits: the plan's index, shares on device and disk.
+
+    bare: what each plan needs beside weights, on the device and on the host. A plan has as much on the device as fits
+    there; where the device is the host, what is not on disk.
+    """
+    asked, possible, (device_limit, host_limit) = config.placement.weights_on_gpu, _possible(choice), limits
+    one_memory = choice.device.type == "cpu"
+
+    def needs(share: float, disk: float) -> tuple[int, int]:
+        """Of weights, on the device and on the host."""
+        weights = memory_plan.footprint(choice, config, share, disk)
+        on_device = weights.device_bytes + weights.staging_bytes
+        return on_device, weights.host_bytes + weights.stages_bytes + (on_device if one_memory else 0)
+
+    best: tuple[float, float, int] | None = None  # disk, -share, plan
+    is_together = one_memory and asked == "auto"
+    together = [needs(share, 1.0 - share)[1] for share in possible] if is_together else []
+    on_device = [needs(share, 0.0)[0] for share in possible] if not is_together and asked == "auto" else []
+    for index, (device, host) in enumerate(bare):
+        room = host_limit - host - (device if one_memory else 0)
+        share: float | None
+        if is_together:
+            shares = (share for share, needed in zip(possible, together, strict=True) if needed <= room)
+            share = next(shares, None)
+            disk = None if share is None else 1.0 - share
+        else:
+            candidates = zip(possible, on_device, strict=True) if asked == "auto" else [(asked, needs(asked, 0.0)[0])]
+            fits = (some for some, needed in candidates if device_limit is None or needed <= device_limit - device)
+            share = next(fits, None)
+            disk = None if share is None else _least_disk(possible, share, room, needs)
+        if share is not None and disk is not None and (best is None or (disk, -share) < best[:2]):
+            best = (disk, -share, index)
+    return None if best is None else (best[2], -best[1], best[0])
+
+
+def _least_disk(
+    possible: Sequence[float], share: float, room: int, needs: Callable[[float, float], tuple[int, int]]
+) -> float | None:
+    """The smallest share on disk that leaves the host no more than `room`, beside `share` on the device."""
+    kept = [*(some for some in possible if some > share), share]  # on device and host, from everything downwards
+    if needs(share, 1.0 - share)[1] > room:
+        return None
+    low, high = 0, len(kept) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if needs(share, 1.0 - kept[middle])[1] <= room else (middle + 1, high)
+    return 1.0 - kept[high]
+
+
+def _possible(choice: ModelChoice) -> list[float]:
+    return possible_shares(layer_shapes(choice.family, choice.spec))
+
+
+def _placed(choice: ModelChoice, config: Config, plan: MemoryPlan, share: float, disk: float) -> MemoryPlan:
+    return memory_plan.place_weights(choice, with_settings(config, {_WEIGHTS: share, _ON_DISK: disk}), plan)
 
 
 def _open_settings(choice: ModelChoice, config: Config, free: Collection[str]) -> list[list[Option]]:

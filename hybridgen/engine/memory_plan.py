@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 import torch
 
@@ -198,31 +200,39 @@ def _streamed_bytes(
 
 def place_weights(choice: ModelChoice, config: Config, plan: MemoryPlan) -> MemoryPlan:
     """The plan with the weights where config wants them; `auto` is all of them on the device."""
-    share = config.placement.weights_on_gpu
-    needed = footprint(choice, config, 1.0 if share == "auto" else share)
+    needed = footprint(choice, config, *build.weight_shares(config))
     device = {"weights": needed.device_bytes, "slots for streamed weights": needed.staging_bytes}
-    host = {"streamed weights": needed.host_bytes}
-    return MemoryPlan(plan.device_is_host, plan.device | device, plan.host | host, needed.share)
+    host = {"streamed weights": needed.host_bytes, "buffers for weights from disk": needed.stages_bytes}
+    return replace(
+        plan,
+        device=plan.device | device,
+        host=plan.host | host,
+        disk=plan.disk | {"weights": needed.disk_bytes},
+        weights_on_gpu=needed.share,
+        weights_on_disk=needed.disk_share,
+    )
 
 
 def without_weights(plan: MemoryPlan) -> tuple[int, int]:
     """Bytes of all that `place_weights` does not place: on the device, and on the host beside that."""
-    placed = ("weights", "slots for streamed weights", "streamed weights")
+    placed = ("weights", "slots for streamed weights", "streamed weights", "buffers for weights from disk")
     parts = ({name: size for name, size in items.items() if name not in placed} for items in (plan.device, plan.host))
     device, host = (sum(part.values()) for part in parts)
     return device, host
 
 
-def footprint(choice: ModelChoice, config: Config, share: float) -> WeightFootprint:
-    """Bytes of all weights with this share of the decoder layers' on the device."""
-    return weight_footprint(choice.family, choice.spec, choice.dtype, share, config.placement.prefetch_depth)
+def footprint(choice: ModelChoice, config: Config, share: float, on_disk: float) -> WeightFootprint:
+    """Bytes of all weights with these shares of the decoder layers' on the device and on disk."""
+    return weight_footprint(choice.family, choice.spec, choice.dtype, share, config.placement.prefetch_depth, on_disk)
 
 
 def settled(config: Config, plan: MemoryPlan) -> Config:
-    """The config with the share that the plan found, if it asks for `auto`."""
-    if config.placement.weights_on_gpu != "auto" or plan.weights_on_gpu is None:
+    """The config with the shares that the plan found, where it asks for `auto`."""
+    if plan.weights_on_gpu is None:
         return config
-    return with_share(config, plan.weights_on_gpu)
+    if config.placement.weights_on_disk == "auto" and plan.weights_on_disk:
+        config = with_settings(config, {"placement.weights_on_disk": plan.weights_on_disk})
+    return config if config.placement.weights_on_gpu != "auto" else with_share(config, plan.weights_on_gpu)
 
 
 def with_share(config: Config, share: float) -> Config:

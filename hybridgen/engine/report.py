@@ -51,6 +51,7 @@ def build_report(
         "weights": llm.weights.kind,
         "weights_random_because": llm.weights.random_reason,
         "weights_on_gpu": llm.weights_on_gpu,
+        "placement": {**llm.placement, "kv": _kv_shares(batch)},
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "strategy": strategy,
@@ -94,8 +95,8 @@ def build_report(
             "steps": encode(batch.plans[: len(steps)]),
         },
         "key_types": _key_types(batch),
-        "placement": {"kv": _kv_shares(batch)},
         "host_memory": llm.host_memory,
+        "disk": llm.disk,
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
         "config": llm.config.to_dict(),
         "versions": {

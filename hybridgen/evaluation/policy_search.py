@@ -121,7 +121,7 @@ def candidates(
     """All policies of the grid that fit, with the most weights on the GPU that each allows."""
     layers = choice.spec.num_layers
     weights = [
-        memory_plan.footprint(choice, configs[grid.attention[0]], share)
+        memory_plan.footprint(choice, configs[grid.attention[0]], share, 0.0)
         for share in possible_shares(layer_shapes(choice.family, choice.spec))
     ]
     resident = sorted({round(step * layers / grid.kv_steps) for step in range(grid.kv_steps + 1)}, reverse=True)

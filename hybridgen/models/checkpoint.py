@@ -27,7 +27,7 @@ import yaml
 
 from hybridgen.errors import CheckpointError, UnknownNameError
 from hybridgen.models import gguf_file, hub
-from hybridgen.models.hf_directory import HFDirectory, read_config
+from hybridgen.models.hf_directory import HFDirectory, StoredTensor, read_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -56,6 +56,9 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, without reading it. CheckpointError if it is not there."""
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where one tensor lies: file, offset and bytes. CheckpointError if not there."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor on the CPU in its stored dtype, memory-mapped. CheckpointError if not there."""

@@ -43,7 +43,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class _Entry:
+class StoredTensor:
     """One stored tensor: where it is and what it looks like."""
 
     stored_name: str
@@ -51,6 +51,7 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: str  # "float16", ..., or the format's own word for a type that weights cannot have
     nbytes: int
+    offset: int | None = None  # bytes into the file, as rows one after the other; None: not stored like that
 
 
 class HFDirectory:
@@ -64,11 +65,11 @@ class HFDirectory:
         """Read config and headers. CheckpointError says which file is missing, short or damaged."""
         self._path = Path(directory)
         self._config = read_config(self._path)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, StoredTensor] = {}
         self._handles: dict[Path, Any] = {}  # safetensors handles, opened when first used
         self._state_dicts: dict[Path, dict[str, torch.Tensor]] = {}
         for file in weight_files(self._path):
-            entries = _safetensors_entries(file) if file.suffix == ".safetensors" else self._bin_entries(file)
+            entries = safetensors_entries(file) if file.suffix == ".safetensors" else self._bin_entries(file)
             self._entries.update({_canonical(entry.stored_name): entry for entry in entries})
         self._stored_dtype = self._majority_dtype()
 
@@ -100,6 +101,10 @@ class HFDirectory:
         """Shape of one tensor, without reading it. CheckpointError if it is not there."""
         return self._entry(name).shape
 
+    def stored(self, name: str) -> StoredTensor:
+        """Where one tensor lies: file, offset and bytes. CheckpointError if it is not there."""
+        return self._entry(name)
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor on the CPU in its stored dtype, a view of the mapped file (do not write to it).
 
@@ -129,7 +134,7 @@ class HFDirectory:
     ) -> None:
         self.close()
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> StoredTensor:
         entry = self._entries.get(_canonical(name))
         if entry is None:
             stated = ", ".join(self._config.get("architectures") or ["none"])
@@ -140,10 +145,10 @@ class HFDirectory:
             )
         return entry
 
-    def _bin_entries(self, file: Path) -> list[_Entry]:
+    def _bin_entries(self, file: Path) -> list[StoredTensor]:
         self._state_dicts[file] = state_dict = _load_bin(file)
         return [
-            _Entry(name, file, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
+            StoredTensor(name, file, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
             for name, t in state_dict.items()
         ]
 
@@ -243,7 +248,7 @@ def _leftovers(directory: Path) -> str:
     return f" ({len(found)} interrupted downloads lie there: *.incomplete)" if found else ""
 
 
-def _safetensors_entries(file: Path) -> list[_Entry]:
+def safetensors_entries(file: Path) -> list[StoredTensor]:
     """Entries of a safetensors header, checked against the length of the file."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -255,7 +260,7 @@ def _safetensors_entries(file: Path) -> list[_Entry]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = [_safetensors_entry(file, name, fields) for name, fields in header.items()]
+        entries = [_safetensors_entry(file, name, fields, 8 + length) for name, fields in header.items()]
         end = max((fields["data_offsets"][1] for fields in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: the header is damaged ({error}); {_MEND}") from error
@@ -265,7 +270,7 @@ def _safetensors_entries(file: Path) -> list[_Entry]:
     return entries
 
 
-def _safetensors_entry(file: Path, name: str, fields: dict[str, Any]) -> _Entry:
+def _safetensors_entry(file: Path, name: str, fields: dict[str, Any], data: int) -> StoredTensor:
     begin, end = fields["data_offsets"]
     shape = tuple(int(n) for n in fields["shape"])
     nbytes = _ITEM_BYTES.get(fields["dtype"])
@@ -273,7 +278,9 @@ def _safetensors_entry(file: Path, name: str, fields: dict[str, Any]) -> _Entry:
         nbytes = None if nbytes is None else nbytes * n
     if nbytes is not None and nbytes != end - begin:
         raise ValueError(f"{name} has {end - begin} bytes, its shape needs {nbytes}")
-    return _Entry(name, file, shape, _DTYPES.get(fields["dtype"], fields["dtype"]), end - begin)
+    return StoredTensor(
+        name, file, shape, _DTYPES.get(fields["dtype"], fields["dtype"]), end - begin, data + begin
+    )
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:

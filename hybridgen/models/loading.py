@@ -1,7 +1,7 @@
 """Weights of a model as this engine wants them: from a checkpoint, or random with a seed.
 
 A tensor arrives in blocks of rows, and each row goes to where it is to stay: no matrix that stays in host
-memory is ever whole on the device.
+memory is ever whole on the device. Where rows lie on disk, what is loaded leaves nothing in memory beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from hybridgen.errors import CheckpointError
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.checkpoint import Checkpoint
 from hybridgen.models.spec import ModelSpec, TensorSource
+from hybridgen.models.stored_rows import read_blocks
+from hybridgen.types import DTYPES
 
 Progress = Callable[[int], None]  # called with the bytes of each finished tensor
 
@@ -25,7 +27,8 @@ RANDOM_STD = 0.02
 # Of random numbers made at a time, in whole blocks of 64 rows. A fixed number: on a GPU the values depend on it.
 RANDOM_BLOCK_ELEMENTS = 2**24
 
-_Blocks = Callable[[str, TensorSource], Iterable[Tensor]]  # a tensor's rows in order, in blocks
+# A tensor's rows in order, in blocks; layer None: a tensor of no layer
+_Blocks = Callable[[int | None, str, TensorSource], Iterable[Tensor]]
 
 
 @dataclass
@@ -43,7 +46,24 @@ class HostRows(Protocol):
     """Host memory for the rows of the layers' matrices that do not stay on the device."""
 
     def take(self, layer: int, name: str) -> Tensor | None:
-        """Where the last rows of this matrix go; None if all of it stays on the device."""
+        """Where the rows of this matrix go that follow on those of the device; None if none lie on the host."""
+
+    def on_disk(self, layer: int, name: str) -> int:
+        """How many of its last rows lie on disk."""
+
+
+class LayerFile(Protocol):
+    """A file of ours that holds all layers' tensors in the dtype of the run."""
+
+    @property
+    def is_written(self) -> bool:
+        """By an earlier start: then the layers are read from it."""
+
+    def blocks(self, layer: int, name: str) -> Iterable[Tensor]:
+        """A tensor's rows in order, in blocks that are valid until the next one."""
+
+    def write(self, layer: int, name: str, rows: Tensor) -> None:
+        """The next rows of a tensor; all tensors in the order of `layer_tensors`, layer by layer."""
 
 
 def layer_shapes(family: type[DecoderModel], spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
@@ -74,21 +94,30 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     host: HostRows | None = None,
+    file: LayerFile | None = None,
+    sparing: bool = False,
 ) -> ModelWeights:
-    """Read a checkpoint; CheckpointError names a tensor that is missing or has another shape."""
+    """Read a checkpoint; CheckpointError names a tensor that is missing or has another shape.
 
-    def blocks(_: str, source: TensorSource) -> list[Tensor]:
-        parts = [checkpoint.tensor(name) for name in source.parts]
-        rows = sum(part.shape[0] for part in parts)
-        found = (rows, *parts[0].shape[1:])
-        if found != source.shape or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
+    file: the layers are written to it, or read from it if an earlier start did. sparing: of the checkpoint's files
+    nothing is mapped that need not be.
+    """
+
+    def blocks(_: int | None, __: str, source: TensorSource) -> Iterable[Tensor]:
+        shapes = [checkpoint.shape(name) for name in source.parts]
+        rows = sum(shape[0] for shape in shapes)
+        found = (rows, *shapes[0][1:])
+        if found != source.shape or any(shape[1:] != shapes[0][1:] for shape in shapes):
             raise CheckpointError(
                 f"{checkpoint.path}: {' + '.join(source.parts)} has shape {found}, the config asks for "
                 f"{source.shape}: config and weights do not belong together"
             )
-        return parts
+        stored = [checkpoint.stored(name) for name in source.parts]
+        if sparing and all(part.offset is not None and part.dtype in DTYPES for part in stored):
+            return read_blocks(stored)
+        return [checkpoint.tensor(name) for name in source.parts]
 
-    return _collect(family, spec, device, dtype, host, blocks, progress)
+    return _collect(family, spec, device, dtype, host, file, blocks, progress)
 
 
 def random_weights(
@@ -99,14 +128,15 @@ def random_weights(
     seed: int,
     progress: Progress | None = None,
     host: HostRows | None = None,
+    file: LayerFile | None = None,
 ) -> ModelWeights:
     """Normal with a standard deviation of 0.02, norms at one, biases at zero; the same wherever they stay.
 
-    Made on the device, block by block.
+    Made on the device, block by block. file: as of `load_weights`.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def blocks(name: str, source: TensorSource) -> Iterator[Tensor]:
+    def blocks(_: int | None, name: str, source: TensorSource) -> Iterator[Tensor]:
         total, *rest = source.shape
         rows = max(1, RANDOM_BLOCK_ELEMENTS // math.prod(rest) // 64) * 64
         block = torch.empty((min(rows, total), *rest), dtype=dtype, device=device)
@@ -120,7 +150,7 @@ def random_weights(
                 block.normal_(0.0, RANDOM_STD, generator=generator)
             yield block
 
-    return _collect(family, spec, device, dtype, host, blocks, progress)
+    return _collect(family, spec, device, dtype, host, file, blocks, progress)
 
 
 def _collect(
@@ -129,17 +159,22 @@ def _collect(
     device: torch.device,
     dtype: torch.dtype,
     host: HostRows | None,
+    file: LayerFile | None,
     blocks: _Blocks,
     progress: Progress | None,
 ) -> ModelWeights:
     def tensors(layer: int | None, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
         on_device = {}
         for name, source in sources.items():
-            arriving = blocks(name, source)
-            leaving = None if host is None or layer is None else host.take(layer, name)
-            rows = source.shape[0] - (0 if leaving is None else leaving.shape[0])
+            arriving, rows, leaving = blocks(layer, name, source), source.shape[0], None
+            if layer is not None and file is not None:
+                arriving = file.blocks(layer, name) if file.is_written else _copied(file, layer, name, arriving, dtype)
+            if layer is not None and host is not None:
+                leaving = host.take(layer, name)
+                rows -= host.on_disk(layer, name) + (0 if leaving is None else leaving.shape[0])
             staying = torch.empty((rows, *source.shape[1:]), dtype=dtype, device=device)
-            _fill([staying] if leaving is None else [staying, leaving], arriving)
+            to_the_end = layer is not None and file is not None and not file.is_written
+            _fill([staying] if leaving is None else [staying, leaving], arriving, to_the_end)
             if rows:
                 on_device[name] = staying
             if progress is not None:
@@ -150,9 +185,22 @@ def _collect(
     return ModelWeights(shared, [tensors(i, family.layer_tensors(spec, i)) for i in range(spec.num_layers)])
 
 
-def _fill(pieces: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
-    """Copy blocks of rows, in order, into pieces that are one tensor when laid end to end."""
-    start = 0
+def _copied(file: LayerFile, layer: int, name: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The blocks, each written to the file as it goes by."""
+    for block in blocks:
+        converted = block.to(dtype)
+        file.write(layer, name, converted.cpu())
+        yield converted
+
+
+def _fill(pieces: Sequence[Tensor], blocks: Iterable[Tensor], to_the_end: bool) -> None:
+    """Copy blocks of rows, in order, into pieces that are one tensor when laid end to end.
+
+    to_the_end: take blocks that belong to none of them as well: they are made or written on their way.
+    """
+    start, wanted = 0, sum(piece.shape[0] for piece in pieces)
+    if not wanted and not to_the_end:
+        return
     for block in blocks:
         first = 0
         for piece in pieces:
@@ -161,3 +209,5 @@ def _fill(pieces: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
                 piece[low - first : high - first].copy_(block[low - start : high - start])
             first += piece.shape[0]
         start += block.shape[0]
+        if start >= wanted and not to_the_end:
+            return

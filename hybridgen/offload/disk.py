@@ -83,11 +83,11 @@ class DiskReader:
         self._busy = _BusyTime()
         self.bytes_read = 0
 
-    def read(self, wanted: FileRange, target: Tensor) -> ReadTicket:
+    def read(self, wanted: FileRange, target: Tensor, after: Sequence[Ticket] = ()) -> ReadTicket:
         """Send for a range. DiskError here if the file cannot be opened, from `wait_host` if it cannot be read.
 
         target: host memory, uint8, contiguous, from a border of 4096 bytes (as `HostSlab.take` gives it), of at least
-        `room_for(nbytes)` bytes; all of it may be written to.
+        `room_for(nbytes)` bytes; all of it may be written to. after: copies out of it, which a thread waits for first.
         """
         if target.data_ptr() % BORDER_BYTES or target.numel() < room_for(wanted.nbytes):
             raise ValueError(f"{wanted}: {target.numel()} bytes at {target.data_ptr():#x} are no room for it")
@@ -102,6 +102,8 @@ class DiskReader:
 
         def piece(first: int) -> None:
             end = min(first + PIECE_BYTES, length)
+            for ticket in after:
+                ticket.wait_host()
             with self._busy:
                 read = file.read(memory[first:end], start + first)
             if read < min(end, needed) - first:

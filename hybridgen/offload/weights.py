@@ -1,15 +1,16 @@
-"""Weights of the decoder layers that do not stay on the device: kept in host memory, streamed a few layers ahead.
+"""Weights of the decoder layers that do not stay on the device: in host memory or on disk, streamed a few layers ahead.
 
 A layer's host part arrives in a staging slot, where a matrix of which only the first rows stay on the device is put
 together from both: the model sees ordinary dense tensors. There are `depth` + 1 slots, used round robin: one for
-the layer that runs and `depth` for those that are on their way, over the end of a step into the next one.
+the layer that runs and `depth` for those that are on their way, over the end of a step into the next one. A disk part
+comes by way of a ring of host buffers (`disk_weights.py`), into which the layers after those are being read meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,36 +20,64 @@ from torch import Tensor
 from hybridgen.models.base import DecoderModel, LayerWeights
 from hybridgen.models.loading import layer_shapes, shared_bytes
 from hybridgen.models.spec import ModelSpec
+from hybridgen.offload.disk import DiskReader
+from hybridgen.offload.disk_weights import DiskStages, DiskWeights, num_stages, stage_bytes
 from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
 from hybridgen.offload.transfer import Ticket, TransferEngine
-from hybridgen.placement.weight_split import LayerSplit, WeightSplit
+from hybridgen.placement.weight_split import LayerSplit, Shape, WeightSplit
 
 SLOT_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
 class WeightFootprint:
-    """Bytes of all weights at one share; `share` is the realised one."""
+    """Bytes of all weights at one split; the shares are the realised ones."""
 
-    share: float
+    share: float  # of the layers' weights on the device
     device_bytes: int
-    staging_bytes: int
+    staging_bytes: int  # of the device
     host_bytes: int
+    disk_share: float = 0.0
+    disk_bytes: int = 0
+    stages_bytes: int = 0  # of host memory that the disk's part is read into
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2**16)
 def weight_footprint(
-    family: type[DecoderModel], spec: ModelSpec, dtype: torch.dtype, share: float, depth: int
+    family: type[DecoderModel], spec: ModelSpec, dtype: torch.dtype, share: float, depth: int, on_disk: float = 0.0
 ) -> WeightFootprint:
-    """What `HostWeights`, `LayerWeightStore` and loading will allocate."""
-    split = WeightSplit(layer_shapes(family, spec), share)
-    resident = (split.elements - split.host_elements) * dtype.itemsize
+    """What `HostWeights`, `LayerWeightStore` and loading will allocate.
+
+    Layers that are alike are looked at once: memory budgets ask for hundreds of splits.
+    """
+    kinds = _kinds(family, spec)
+    split = WeightSplit([dict(shapes) for shapes, _ in kinds], share, on_disk)
+    counts = [len(layers) for _, layers in kinds]
+    counted = list(zip(counts, split.layers, strict=True))
+    total = sum(count * layer.elements for count, layer in counted)
+    host = sum(count * layer.host_elements for count, layer in counted)
+    disk = sum(count * layer.disk_elements for count, layer in counted)
+    slots = _num_slots(spec.num_layers, bool(host or disk), depth)
+    stages = num_stages(spec.num_layers, bool(disk), slots, depth)
+    sources = [family.layer_tensors(spec, layers[0]) for _, layers in kinds] if stages else []
     return WeightFootprint(
-        split.share,
-        shared_bytes(family, spec, dtype) + resident,
-        _num_slots(split, depth) * _slot_bytes(split, dtype),
-        _host_bytes(split, dtype),
+        1.0 - (host + disk) / total,
+        shared_bytes(family, spec, dtype) + (total - host - disk) * dtype.itemsize,
+        slots * _slot_bytes(split, dtype),
+        sum(count * _layer_host_bytes(layer, dtype) for count, layer in counted),
+        disk / total,
+        disk * dtype.itemsize,
+        stages * stage_bytes(sources, split.layers, dtype) if stages else 0,
     )
+
+
+@lru_cache(maxsize=64)
+def _kinds(family: type[DecoderModel], spec: ModelSpec) -> list[tuple[tuple[tuple[str, Shape], ...], list[int]]]:
+    """The different shapes of layers, and which layers have them."""
+    found: dict[tuple[tuple[str, Shape], ...], list[int]] = {}
+    for number, layer in enumerate(layer_shapes(family, spec)):
+        found.setdefault(tuple(layer.items()), []).append(number)
+    return list(found.items())
 
 
 class HostWeights:
@@ -65,13 +94,21 @@ class HostWeights:
         buffer = self.layers[layer].get(name)
         return None if buffer is None else buffer.tensor
 
+    def on_disk(self, layer: int, name: str) -> int:
+        return self.split.layers[layer].disk_rows.get(name, 0)
+
 
 def host_weights(
-    family: type[DecoderModel], spec: ModelSpec, share: float, device: torch.device, dtype: torch.dtype
+    family: type[DecoderModel],
+    spec: ModelSpec,
+    share: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_disk: float = 0.0,
 ) -> HostWeights | None:
-    """Host memory for what does not stay on the device; None if everything does."""
-    split = WeightSplit(layer_shapes(family, spec), share)
-    return HostWeights(split, device, dtype) if split.host_elements else None
+    """Host memory for what stays neither on the device nor on disk; None if all of it is on the device."""
+    split = WeightSplit(layer_shapes(family, spec), share, on_disk)
+    return HostWeights(split, device, dtype) if split.away_elements else None
 
 
 class _StagedLayer(Mapping[str, Tensor]):
@@ -103,9 +140,16 @@ class LayerWeightStore:
         transfer: TransferEngine,
         device: torch.device,
         dtype: torch.dtype,
+        disk: DiskWeights | None = None,
+        reader: DiskReader | None = None,
     ) -> None:
-        """resident: what loading left on the device; depth: layers to be under way beside the running one."""
+        """resident: what loading left on the device; depth: layers to be under way beside the running one.
+
+        disk: where the rows lie that `host` says are on disk; reader: what reads them.
+        """
         self.share = 1.0 if host is None else host.split.share
+        self.disk_share = 0.0 if host is None else host.split.disk_share
+        self._depth, self._stages = depth, None
         self._resident, self._host = resident, host
         self._transfer = transfer
         self._last = Ticket()  # of the last copy
@@ -116,16 +160,20 @@ class LayerWeightStore:
         if host is None:
             return
         split = host.split
-        self._slots = [None] * _num_slots(split, depth)
+        self._slots = [None] * _num_slots(len(split.layers), split.away_elements > 0, depth)
         slots = [torch.empty(_slot_bytes(split, dtype), dtype=torch.uint8, device=device) for _ in self._slots]
         self._views = [[_slot_views(slot, layer, dtype) for layer in split.layers] for slot in slots]
         split_matrices = [
-            tensors[name] for tensors, layer in zip(resident, split.layers, strict=True) for name in layer.host_rows
+            tensors[name]
+            for tensors, layer in zip(resident, split.layers, strict=True)
+            for name in layer.staged_shapes()
             if name in tensors
-        ]  # fmt: skip
+        ]
         for stream in ("weights", "assembly"):
             with transfer.beside(transfer.mark(), stream):
                 transfer.hand_over(*slots, *split_matrices)
+        if disk is not None and reader is not None:
+            self._stages = DiskStages(disk, num_stages(len(split.layers), True, len(slots), depth), reader, device)
 
     def issue(self, layer: int) -> None:
         """`layer` is the next to run: what of it and of the `depth` layers after it is not there yet is sent for.
@@ -138,12 +186,16 @@ class LayerWeightStore:
             return
         layers = len(self._resident)
         wanted = [(layer + ahead) % layers for ahead in range(len(self._slots))]
-        for number in wanted:
-            if number not in self._ready:
-                while self._slots[self._next] in wanted:
-                    self._next = (self._next + 1) % len(self._slots)
-                self._send(number, self._next, timed=number >= layer)
+        missing = [number for number in wanted if number not in self._ready]
+        for index, number in enumerate(missing):
+            if self._stages is not None:
+                self._stages.expect(missing[index:] + self._after(wanted))
+            while self._slots[self._next] in wanted:
                 self._next = (self._next + 1) % len(self._slots)
+            self._send(number, self._next, timed=number >= layer)
+            self._next = (self._next + 1) % len(self._slots)
+        if self._stages is not None:
+            self._stages.expect(self._after(wanted))
 
     def wait(self, layer: int) -> LayerWeights:
         """The tensors of a layer that was issued; valid until the layer `depth` + 1 after it is issued.
@@ -159,6 +211,14 @@ class LayerWeightStore:
     def close(self) -> None:
         """Let what is under way arrive, before its memory goes."""
         self._last.wait_host()
+        if self._stages is not None:
+            self._stages.close()
+
+    def _after(self, wanted: Sequence[int]) -> list[int]:
+        """The layers that will be sent for next: those to be read meanwhile."""
+        layers = len(self._resident)
+        following = [(wanted[-1] + ahead) % layers for ahead in range(1, self._depth + 1)]
+        return [number for number in dict.fromkeys(following) if number not in wanted]
 
     def _send(self, layer: int, slot: int, timed: bool) -> None:
         """timed: False for copies that the running step does not wait for, lest its end wait for theirs."""
@@ -167,25 +227,45 @@ class LayerWeightStore:
         if before is not None:
             del self._ready[before]
         transfer, resident, views = self._transfer, self._resident[layer], self._views[slot][layer]
-        tickets: dict[str, list[Ticket]] = {}
-        span = transfer.telemetry.span("weights", layer, row="weights") if timed else nullcontext()
+        split, host = self._host.split.layers[layer], self._host.layers[layer]
+        tickets: dict[str, list[Ticket]] = {name: [] for name in views}
         free = transfer.mark()
-        with transfer.beside(free, "weights"), span:
-            for name, buffer in self._host.layers[layer].items():
-                arriving = views[name][-buffer.tensor.shape[0] :]
-                self._last = transfer.bring(arriving, buffer.tensor, "h2d")
-                tickets[name] = [self._last]
+
+        def span() -> AbstractContextManager[object]:
+            return transfer.telemetry.span("weights", layer, row="weights") if timed else nullcontext()
+
+        def bring(name: str, first_row: int, source: Tensor) -> Ticket:
+            arriving = views[name][first_row : first_row + source.shape[0]]
+            self._last = transfer.bring(arriving, source, "h2d")
+            tickets[name].append(self._last)
+            return self._last
+
+        if host:
+            with transfer.beside(free, "weights"), span():
+                for name, buffer in host.items():
+                    bring(name, split.staying_rows(name), buffer.tensor)
         with transfer.beside(free, "assembly"):  # the link does not stand still meanwhile
-            for name, buffer in self._host.layers[layer].items():
-                staying = views[name].shape[0] - buffer.tensor.shape[0]
+            for name, view in views.items():
+                staying = split.staying_rows(name)
                 if staying:
-                    tickets[name].append(transfer.bring(views[name][:staying], resident[name], None))
+                    tickets[name].append(transfer.bring(view[:staying], resident[name], None))
+        if self._stages is not None:  # last: the host may have to wait for the disk
+            read = self._stages.take(layer)
+            with transfer.beside(free, "weights"), span():
+                copies = []
+                for name, pieces in read.items():
+                    row, shape = split.shapes[name][0] - split.disk_rows[name], split.shapes[name][1:]
+                    for piece in pieces:
+                        rows = piece.view(views[name].dtype).view(-1, *shape)
+                        copies.append(bring(name, row, rows))
+                        row += rows.shape[0]
+            self._stages.let_go(layer, copies)
         self._slots[slot] = layer
         self._ready[layer] = _StagedLayer({**resident, **views}, tickets)
 
 
-def _num_slots(split: WeightSplit, depth: int) -> int:
-    return min(depth + 1, len(split.layers)) if split.host_elements else 0
+def _num_slots(layers: int, streamed: bool, depth: int) -> int:
+    return min(depth + 1, layers) if streamed else 0
 
 
 def _slot_bytes(split: WeightSplit, dtype: torch.dtype) -> int:
@@ -194,7 +274,11 @@ def _slot_bytes(split: WeightSplit, dtype: torch.dtype) -> int:
 
 
 def _host_bytes(split: WeightSplit, dtype: torch.dtype) -> int:
-    return sum(padded_bytes(shape, dtype) for layer in split.layers for shape in layer.host_shapes().values())
+    return sum(_layer_host_bytes(layer, dtype) for layer in split.layers)
+
+
+def _layer_host_bytes(layer: LayerSplit, dtype: torch.dtype) -> int:
+    return sum(padded_bytes(shape, dtype) for shape in layer.host_shapes().values())
 
 
 def _slot_views(slot: Tensor, layer: LayerSplit, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ class MemoryPlan:
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
     weights_on_gpu: float | None = None  # realised share of the decoder layers' weights; None: not planned
+    disk: dict[str, int] = field(default_factory=dict)
+    weights_on_disk: float = 0.0  # realised share
 
     @property
     def device_bytes(self) -> int:
@@ -28,6 +30,10 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         return sum(self.host.values()) + (self.device_bytes if self.device_is_host else 0)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
 
     def fits(self, device_limit_bytes: int | None, host_limit_bytes: int) -> bool:
         """device_limit_bytes None: no GPU, and so no limit but the host's."""
@@ -48,11 +54,16 @@ class MemoryPlan:
             lines += [f"    {name:<34} {format_bytes(size):>11}" for name, size in items.items() if size]
             if title == "host" and self.device_is_host:
                 lines.append(f"    {'what the device part takes':<34} {format_bytes(self.device_bytes):>11}")
+        if self.disk_bytes:
+            lines.append(f"  disk: {format_bytes(self.disk_bytes)}")
+            lines += [f"    {name:<34} {format_bytes(size):>11}" for name, size in self.disk.items() if size]
         if self.weights_on_gpu is not None:
             lines.append(
                 f"  {100 * self.weights_on_gpu:.4g} % of the decoder layers' weights stay on the device, "
                 "and all of embeddings, final norm and LM head"
             )
+        if self.weights_on_disk:
+            lines.append(f"  {100 * self.weights_on_disk:.4g} % of them are read from disk in every step")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,6 +72,8 @@ class MemoryPlan:
             "host_bytes": self.host_bytes,
             "device": dict(self.device),
             "host": dict(self.host),
+            "disk_bytes": self.disk_bytes,
+            "disk": dict(self.disk),
         }
 
 

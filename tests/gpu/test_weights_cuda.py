@@ -54,11 +54,37 @@ def test_micro_batches_pieces_and_lookahead(lookahead: str, directory: Path) -> 
         assert generate(model, share, "float32", **overrides) == expected, share
 
 
-def test_matrices_large_enough_to_be_under_way_when_they_are_wanted() -> None:
-    """OPT-1.3B, random weights: a layer's copies take longer than the layer itself, so a missing wait would show."""
+PLACEMENTS = [(0.0, 1.0), (0.0, 0.5), (0.3, 0.7), (0.3, 0.3), (0.6, 0.2), (0.8, 0.2)]
 
-    def run(share: float) -> tuple[list[torch.Tensor], int]:
+
+@pytest.mark.parametrize("kind", ["real", "random"])
+@pytest.mark.parametrize("name", ["opt", "llama-gqa2", "qwen2"])
+def test_a_grid_over_three_tiers(name: str, kind: str, directory: Path, tmp_path: Path) -> None:
+    """In place (real, as float32), or written once by this process (random): the values depend on the device."""
+    model = str(save_tiny_model(name, directory))
+    for micro_batch in (1, 2, 3):
+        overrides = {
+            "model.weights": kind,
+            "runtime.micro_batch": micro_batch,
+            "placement.disk_dir": str(tmp_path),
+        }
+        expected = generate(model, 1.0, "float32", **overrides)
+        for share, disk in PLACEMENTS:
+            placed = overrides | {"placement.weights_on_disk": disk}
+            assert generate(model, share, "float32", **placed) == expected, (micro_batch, share, disk)
+    assert len(list(tmp_path.iterdir())) == (kind == "random")
+
+
+def test_matrices_large_enough_to_be_under_way_when_they_are_wanted(tmp_path: Path) -> None:
+    """OPT-1.3B, random weights: a layer's copies take longer than the layer itself, so a missing wait would show.
+
+    From disk, too (2.4 GB are written), by way of buffers that are read into again as soon as they are copied.
+    """
+
+    def run(share: float, disk: float = 0.0) -> tuple[list[torch.Tensor], int]:
         given = {
+            "placement.weights_on_disk": disk,
+            "placement.disk_dir": str(tmp_path),
             "model.name": "opt-1.3b",
             "model.weights": "random",
             "runtime.device": "cuda",
@@ -80,10 +106,11 @@ def test_matrices_large_enough_to_be_under_way_when_they_are_wanted() -> None:
                 logits.append(llm.decode(batch, logits[-1].argmax(-1)))
             planned = memory_plan.plan_memory(choice, config, llm.modes, 1, 1600)
             assert loading <= planned.device["weights"] + 2**26  # a block of random numbers
+            assert (llm.placement["weights"]["disk"] > 0) == (disk > 0)
             return [some.cpu() for some in logits], loading
 
     expected, whole = run(1.0)
-    for share in (0.0, 0.3, 0.8):
-        found, part = run(share)
+    for share, disk in ((0.0, 0.0), (0.3, 0.0), (0.8, 0.0), (0.0, 1.0), (0.3, 0.4), (0.8, 0.2)):
+        found, part = run(share, disk)
         assert part < (0.35 + 0.65 * share + 0.1) * whole
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), share

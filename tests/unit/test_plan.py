@@ -28,6 +28,8 @@ def test_sums() -> None:
         "host_bytes": 12,
         "device": {"a": 3, "b": 4},
         "host": {"c": 5},
+        "disk_bytes": 0,
+        "disk": {},
     }
 
 

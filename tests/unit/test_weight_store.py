@@ -167,7 +167,7 @@ def test_auto_is_the_largest_share_that_fits(monkeypatch: pytest.MonkeyPatch) ->
         plan = memory_plan.plan_memory(choice, memory_plan.with_share(admission.config, more), admission.modes, 1, 8224)
         assert not plan.fits(12 * GIB, 64 * GIB)
     # Host memory counts as well: the share below which the host has no room is refused, too.
-    choice, config = on_a_gpu(monkeypatch, "llama-3.1-8b", 12 * GIB, 5 * GIB)
+    choice, config = on_a_gpu(monkeypatch, "llama-3.1-8b", 12 * GIB, 5 * GIB, placement__weights_on_disk=0.0)
     with pytest.raises(InsufficientMemoryError):
         admit(choice, config, 8192, 32, 1)
 
