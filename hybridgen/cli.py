@@ -18,7 +18,7 @@ from hybridgen.config import (
     strategy_names,
 )
 from hybridgen.errors import ConfigError, HybridGenError
-from hybridgen.quantities import parse_size, parse_tokens
+from hybridgen.quantities import parse_keep, parse_size, parse_tokens
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,15 +26,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
-def parse_keep(text: str) -> float | int:
-    """A fraction if there is a decimal point, a count otherwise."""
-    try:
-        number: float | int = float(text) if "." in text else int(text)
-        return number
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction such as 0.1 nor a count") from None
 
 
 def parse_share(text: str) -> float | str:

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from hybridgen import __version__
-from hybridgen.cli import Parser, add_engine_flags, assigned_settings, parse_keep, run_command
+from hybridgen.cli import Parser, add_engine_flags, assigned_settings, run_command
 from hybridgen.config import (
     Config,
     Setting,
@@ -53,6 +53,7 @@ from hybridgen.evaluation.prompts import make_prompts, planned_tokens
 from hybridgen.evaluation.strategy_list import describe_strategy
 from hybridgen.machine import this_cores, this_gpu
 from hybridgen.models.loading import weight_bytes
+from hybridgen.quantities import parse_keep
 
 FULL, EXACT_OFFLOADED = "full", "aog"  # the reference, and what takes its place where all KV does not fit
 ROUNDS = 2

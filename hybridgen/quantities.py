@@ -18,6 +18,15 @@ def parse_tokens(text: str) -> int:
     return int(number) * unit
 
 
+def parse_keep(text: str) -> float | int:
+    """A fraction if there is a decimal point, a count otherwise."""
+    try:
+        number: float | int = float(text) if "." in text else int(text)
+        return number
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction such as 0.1 nor a count") from None
+
+
 def parse_size(text: str) -> int:
     """Bytes: `24GiB`, `500MiB`, `24g` (powers of 1024; `GB` is 1000**3)."""
     match = _SIZE.fullmatch(text.strip())

@@ -36,15 +36,17 @@ class MicroBatch:
         self.capacity = capacity
         self.layers = layers
         self.lengths = [0] * len(members)
+        #: Sequences with the same number hold the same tokens; what a decode step feeds is not looked at.
+        self.texts = [0] * len(members)
         self.device, self.pieces = device, pieces
         #: [layers, B, hidden]: what the last token's residual stream changed by in each layer (predictor `delta`).
         self.changes: Tensor | None = None
         self._layout = layout
         self._index = torch.zeros(len(members), dtype=torch.int64, device=device)
 
-    def grow(self, lengths: Sequence[int]) -> None:
-        """The sequences have these lengths now (after a prefill)."""
-        self.lengths = list(lengths)
+    def grow(self, lengths: Sequence[int], texts: Sequence[int]) -> None:
+        """The sequences have these lengths now, and these numbers for what they hold (after a prefill)."""
+        self.lengths, self.texts = list(lengths), list(texts)
         self._index.copy_(torch.tensor(self.lengths))
 
     def next_place(self) -> DecodePlace:
@@ -54,6 +56,7 @@ class MicroBatch:
         slots = torch.where(index < sinks, index, sinks + (index - sinks) % ring)
         self._index += 1
         self.lengths = [length + 1 for length in self.lengths]
+        self.texts = list(range(len(self.lengths)))
         longest, mask = max(self.lengths), None
         if min(self.lengths) < longest:
             rows = torch.arange(longest, device=index.device)
@@ -151,8 +154,3 @@ class Batch:
             [rows[:count] for rows, count in zip(*per_sequence, strict=True)]
             for per_sequence in zip(positions, counts, strict=True)
         ]
-
-
-def last_rows(lengths: Sequence[int]) -> Tensor:
-    """Index of each sequence's last token among all tokens laid end to end."""
-    return torch.tensor(lengths).cumsum(0) - 1

@@ -245,6 +245,14 @@ class LLM:
         self._machine.threads.use_all()
         return self._runner.prefill(batch, prompts, mirrors, progress)
 
+    def prefill_scored(
+        self, batch: Batch, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Append prompt tokens to each sequence and judge what follows them; see `Runner.prefill_scored`."""
+        self._transfer.follow()
+        self._machine.threads.use_all()
+        return self._runner.prefill_scored(batch, prompts, targets)
+
     def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor:
         """One token of each sequence -> float32 next-token logits [B, vocab]; see `Runner.decode_step`."""
         self._transfer.follow()

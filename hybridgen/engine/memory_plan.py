@@ -119,7 +119,7 @@ def plan_memory(
         plan.host["query and logits of the scans"] = max(
             plan.host.get("query and logits of the scans", 0), 2 * scores * 4
         )
-    chunk = min(build.prefill_chunk(config, choice.device), capacity)
+    chunk = min(build.prefill_chunk(config, choice.device), batch * capacity)  # of one prompt, or of several short ones
     widest = max(layer.num_heads * layer.head_dim * 4 for layer in spec.layers)
     widest = max(widest, choice.family.mlp_tensors * spec.intermediate_size)
     parts = 0  # of attention over KV that is all on a GPU
@@ -144,7 +144,7 @@ def plan_memory(
         "prefill: hidden states": batch * capacity * spec.hidden_size * element,
         # Two: the layer at work, and one that is leaving for the host.
         "prefill: KV of one sequence": past * (2 if on_flash or repeated == 1 else 2 + repeated),
-        "prefill: queries and context": 2 * capacity * attended * element,
+        "prefill: queries and context": max(2 * capacity, 3 * chunk if chunk > capacity else 0) * attended * element,
         "prefill: keys in fewer bits": encoding,
         "prefill: scores": scoring,
         "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybridgen.engine.batch import Batch, MicroBatch, last_rows
+from hybridgen.engine.batch import Batch, MicroBatch
 from hybridgen.errors import ConfigError
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
@@ -24,6 +25,8 @@ from hybridgen.offload.transfer import Ticket
 from hybridgen.offload.weights import LayerWeightStore
 from hybridgen.telemetry import Telemetry
 from hybridgen.types import Positions, StepPlan
+
+LOGITS_AT_ONCE = 256  # rows of [rows, vocab] where many tokens are scored
 
 
 class Runner:
@@ -154,9 +157,45 @@ class Runner:
     ) -> Tensor:
         """Append prompt tokens to every sequence, exactly: logits of each one's last token, float32 [B, vocab].
 
+        Sequences of a micro-batch that hold the same tokens so far and get the same ones pass the model once.
+
         mirrors: batches of the same shape (another strategy's, say) that take over the same KV, so that
         several strategies continue from one prefill. progress: called with each finished layer.
         """
+        states = self._prefill(batch, prompts, mirrors, progress)
+        return torch.cat([self.model.logits(state.x[state.last]) for state in states])
+
+    @torch.inference_mode()
+    def prefill_scored(
+        self, batch: Batch, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `prefill`; of the tokens targets[b], which follow the last ones of prompts[b] one by one, end to end:
+
+        their log-probabilities, float32 [n], and whether each is the likeliest, bool [n].
+        """
+        for index, (prompt, some) in enumerate(zip(prompts, targets, strict=True)):
+            if len(some) > len(prompt):
+                raise ValueError(f"targets[{index}]: {len(some)} tokens cannot follow those of {len(prompt)}")
+        states = self._prefill(batch, prompts, (), None)
+        log_p, likeliest = [torch.empty(0, device=self.model.device)], []
+        for state in states:
+            rows = state.last_rows_of([len(targets[member]) for member in state.micro_batch.members])
+            tokens = [token for member in state.micro_batch.members for token in targets[member]]
+            wanted = torch.tensor(tokens, dtype=torch.int64, device=rows.device)
+            for some, follows in zip(rows.split(LOGITS_AT_ONCE), wanted.split(LOGITS_AT_ONCE), strict=True):
+                logits = self.model.logits(state.x[some])
+                likeliest.append(logits.argmax(-1) == follows)
+                log_p.append(torch.log_softmax(logits, dim=-1).gather(1, follows.unsqueeze(1)).squeeze(1))
+        return torch.cat(log_p), torch.cat(likeliest)
+
+    def _prefill(
+        self,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        mirrors: Sequence[Batch],
+        progress: Callable[[int], None] | None,
+    ) -> list[_PrefillState]:
+        """What `prefill` does, up to the last layer's output."""
         self._check_room([batch, *mirrors], prompts)
         if mirrors and not all(layer.prefills_densely for one in (batch, *mirrors) for layer in one.all_layers()):
             raise ConfigError(
@@ -164,7 +203,9 @@ class Runner:
                 "prompt's tokens attend to differs (allowed: 'dense')"
             )
         states = [
-            _PrefillState(self.model, micro_batch, [prompts[member] for member in micro_batch.members])
+            _PrefillState(
+                self.model, micro_batch, [prompts[member] for member in micro_batch.members], self._prefill_chunk
+            )
             for micro_batch in batch.micro_batches
         ]
         places = _KVPlaces(self.model, max(max(state.lengths) for state in states))
@@ -178,42 +219,73 @@ class Runner:
         places.wait()
         for index, state in enumerate(states):
             for micro_batch in (state.micro_batch, *(mirror.micro_batches[index] for mirror in mirrors)):
-                micro_batch.grow(state.lengths)
-        return torch.cat([self.model.logits(state.x[state.last]) for state in states])
+                micro_batch.grow(state.lengths, state.texts)
+        return states
 
     def _prefill_layer(
         self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], places: _KVPlaces
     ) -> None:
         """All tokens of all sequences through one layer; K and V then move to where they are kept."""
-        model, weights, spec = self.model, self._weights.wait(layer), self.model.spec.layers[layer]
-        attention, chunk = state.micro_batch.layers[layer], self._prefill_chunk
+        model, weights, chunk = self.model, self._weights.wait(layer), self._prefill_chunk
         before = state.x[state.last]
-        for sequence, (start, end) in enumerate(state.ranges):
-            past = attention.past_rows(sequence, state.past[sequence])
-            if mirrors and past != state.past[sequence]:
-                raise ValueError("mirrors of a batch that has evicted tokens: they would miss these")
-            keys, values = places.next(spec, past + end - start)
-            if past:
-                attention.load_past(sequence, keys, values)
+        for group in state.groups:
+            start, end = group[0].start, group[-1].end
+            together = None  # of several prompts: query, key and value of all
+            if len(group) > 1:
+                together = model.qkv(layer, weights, state.x[start:end], state.positions_of(slice(start, end)))
+            contexts = []
+            for prompt in group:
+                rows = slice(prompt.start - start, prompt.end - start)
+                projected = None if together is None else tuple(part[rows] for part in together)
+                contexts.append(self._attend_prompt(layer, state, mirrors, places, prompt, projected))
+            context, together = contexts[0] if len(group) == 1 else torch.cat(contexts), None
+            for piece in _pieces(start, end, chunk):
+                of_piece = context[piece.start - start : piece.stop - start]
+                state.x[piece] = model.finish(layer, weights, state.x[piece], of_piece)
+        for micro_batch in (state.micro_batch, *mirrors):
+            if micro_batch.changes is not None:
+                torch.sub(state.x[state.last], before, out=micro_batch.changes[layer])
+
+    def _attend_prompt(
+        self,
+        layer: int,
+        state: _PrefillState,
+        mirrors: list[MicroBatch],
+        places: _KVPlaces,
+        prompt: _Prompt,
+        projected: tuple[Tensor, ...] | None,
+    ) -> Tensor:
+        """Attention of one prompt's tokens, [T, Hq * d]; K and V move to all sequences that the prompt goes to.
+
+        projected: their query, key and value, where these have been computed already.
+        """
+        model, weights, spec = self.model, self._weights.wait(layer), self.model.spec.layers[layer]
+        attention, chunk, start, end = state.micro_batch.layers[layer], self._prefill_chunk, prompt.start, prompt.end
+        past = attention.past_rows(prompt.sequences[0], prompt.past)
+        if mirrors and past != prompt.past:
+            raise ValueError("mirrors of a batch that has evicted tokens: they would miss these")
+        keys, values = places.next(spec, past + end - start)
+        if past:
+            attention.load_past(prompt.sequences[0], keys, values)
+        if projected is not None:
+            query, key, value = projected
+            queries = query.contiguous()
+            keys[:, past:], values[:, past:] = key.transpose(0, 1), value.transpose(0, 1)
+        else:
             queries = state.x.new_empty(end - start, spec.num_heads, spec.head_dim)
-            pieces = [slice(first, min(first + chunk, end)) for first in range(start, end, chunk)]
-            for piece in pieces:
+            for piece in _pieces(start, end, chunk):
                 query, key, value = model.qkv(layer, weights, state.x[piece], state.positions_of(piece))
                 rows = slice(past + piece.start - start, past + piece.stop - start)
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
                 queries[piece.start - start : piece.stop - start] = query
-            context = attention.prompt_context(sequence, queries, keys, values, spec, chunk)
-            for piece in pieces:
-                of_piece = context[piece.start - start : piece.stop - start]
-                state.x[piece] = model.finish(layer, weights, state.x[piece], of_piece)
-            kept = (sequence, keys, values, queries, past + min(end - start, chunk))
-            tickets = attention.store(*kept)
-            for mirror in mirrors:
-                tickets = tickets + mirror.layers[layer].store(*kept)
-            places.leave(tickets)
-        for micro_batch in (state.micro_batch, *mirrors):
-            if micro_batch.changes is not None:
-                torch.sub(state.x[state.last], before, out=micro_batch.changes[layer])
+        context = attention.prompt_context(prompt.sequences[0], queries, keys, values, spec, chunk)
+        tickets: list[Ticket] = []
+        for sequence in prompt.sequences:
+            for micro_batch in (state.micro_batch, *mirrors):
+                stored = micro_batch.layers[layer].store
+                tickets += stored(sequence, keys, values, queries, past + min(end - start, chunk))
+        places.leave(tickets)
+        return context
 
     def _check_step(self, batch: Batch, tokens: Tensor) -> None:
         """Before anything changes: a token for each sequence, and room for it."""
@@ -263,24 +335,72 @@ class _DecodeState:
         return tuple(parts)
 
 
-class _PrefillState:
-    """The prompt tokens of one micro-batch, laid end to end: no padding, whatever their lengths."""
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens start to end of a micro-batch, which follow `past` others in each of `sequences`."""
 
-    def __init__(self, model: DecoderModel, micro_batch: MicroBatch, prompts: list[Sequence[int]]) -> None:
+    sequences: list[int]
+    past: int
+    start: int
+    end: int
+
+
+class _PrefillState:
+    """The prompt tokens of one micro-batch, laid end to end: no padding, whatever their lengths.
+
+    What several sequences get after the same tokens is there once. Prompts that are short go through the layers in
+    groups of up to `chunk` tokens.
+    """
+
+    def __init__(
+        self, model: DecoderModel, micro_batch: MicroBatch, prompts: list[Sequence[int]], chunk: int
+    ) -> None:
         self.micro_batch = micro_batch
-        self.past = list(micro_batch.lengths)
-        self.lengths = [past + len(prompt) for past, prompt in zip(self.past, prompts, strict=True)]
-        ends = last_rows([len(prompt) for prompt in prompts]) + 1
-        self.last = (ends - 1).to(model.device)
-        self.ranges = [(int(end) - len(prompt), int(end)) for end, prompt in zip(ends, prompts, strict=True)]
-        index = [torch.arange(past, length) for past, length in zip(self.past, self.lengths, strict=True)]
+        self.lengths = [past + len(prompt) for past, prompt in zip(micro_batch.lengths, prompts, strict=True)]
+        numbers: dict[Hashable, int] = {}
+        distinct: list[_Prompt] = []
+        tokens: list[int] = []
+        for sequence, ids in enumerate(prompts):
+            number = numbers.setdefault((self._held(sequence), tuple(ids)), len(distinct))
+            if number == len(distinct):
+                past, start = micro_batch.lengths[sequence], len(tokens)
+                distinct.append(_Prompt([], past, start, start + len(ids)))
+                tokens += ids
+            distinct[number].sequences.append(sequence)
+        self.groups: list[list[_Prompt]] = []
+        for prompt in distinct:
+            if not self.groups or prompt.end - self.groups[-1][0].start > chunk:
+                self.groups.append([])
+            self.groups[-1].append(prompt)
+        self.texts = [0] * len(prompts)
+        for number, prompt in enumerate(distinct):
+            for sequence in prompt.sequences:
+                self.texts[sequence] = number
+        self._ends = [distinct[number].end for number in self.texts]
         self._model = model
+        self.last = torch.tensor(self._ends).sub_(1).to(model.device)
+        index = [torch.arange(prompt.past, prompt.past + prompt.end - prompt.start) for prompt in distinct]
         self._index = torch.cat(index).to(model.device)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=model.device)
-        self.x = model.embed(tokens, Positions(self._index))
+        self.x = model.embed(torch.tensor(tokens, device=model.device), Positions(self._index))
 
     def positions_of(self, piece: slice) -> Positions:
         return self._model.positions(self._index[piece])
+
+    def last_rows_of(self, counts: Sequence[int]) -> Tensor:
+        """Rows of x: of each sequence the last counts[b], int64 [sum of counts] on the device."""
+        rows = [torch.arange(end - count, end) for end, count in zip(self._ends, counts, strict=True)]
+        return torch.cat(rows).to(self._model.device)
+
+    def _held(self, sequence: int) -> Hashable:
+        """Equal for sequences that hold the same. Where tokens are evicted, one may have kept others."""
+        evicts = any(layer.kept_positions is not None for layer in self.micro_batch.layers)
+        if evicts and self.micro_batch.lengths[sequence]:
+            return "its own", sequence
+        return self.micro_batch.texts[sequence]
+
+
+def _pieces(start: int, end: int, chunk: int) -> list[slice]:
+    return [slice(first, min(first + chunk, end)) for first in range(start, end, chunk)]
 
 
 class _KVPlaces:

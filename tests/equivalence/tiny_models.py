@@ -269,3 +269,12 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
     third = length // 3
     ids[2 * third : 2 * third + third // 2] = ids[: third // 2]
     return [int(token) for token in ids]
+
+
+def save_character_tokenizer(directory: Path) -> None:
+    """A tokenizer of one printable ASCII character an id, from 1; 0 is any other."""
+    characters = {chr(code): code - 31 for code in range(32, 127)} | {"\n": 96}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[?]": 0, **characters}, unk_token="[?]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))

@@ -12,10 +12,10 @@ import pytest
 from hybridgen import cli
 from hybridgen.__main__ import available_commands
 from hybridgen.__main__ import main as hybridgen_main
-from hybridgen.cli import Parser, add_engine_flags, config_from, parse_keep, parse_share
+from hybridgen.cli import Parser, add_engine_flags, config_from, parse_share
 from hybridgen.config import Config
 from hybridgen.errors import ConfigError
-from hybridgen.quantities import parse_size, parse_tokens
+from hybridgen.quantities import parse_keep, parse_size, parse_tokens
 
 
 def parse(*argv: str) -> Config:

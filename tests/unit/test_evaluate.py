@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from hybridgen import evaluate
 from hybridgen.config import Setting
+from hybridgen.engine.build import choose_model
 from hybridgen.engine.llm import LLM
 from hybridgen.errors import ConfigError, UnknownNameError
+from hybridgen.evaluation import conditions, perplexity_job
 from hybridgen.evaluation.perplexity import cut_passages
 from tests.equivalence.tiny_models import load_hf, random_tokens, save_tiny_model, save_word_tokenizer
 
@@ -145,7 +147,7 @@ def test_what_is_finished_survives_an_interruption(
     run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run()
-    calls, measure = [], evaluate.measure
+    calls, measure = [], perplexity_job.measure
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -153,7 +155,7 @@ def test_what_is_finished_survives_an_interruption(
             raise KeyboardInterrupt
         return measure(*arguments)
 
-    monkeypatch.setattr(evaluate, "measure", interrupted)
+    monkeypatch.setattr(perplexity_job, "measure", interrupted)
     report = run(status=130)
     assert not report["complete"]
     first, reference = report["texts"][0], whole["texts"][0]
@@ -240,7 +242,7 @@ def test_a_missing_text_is_asked_for(model: Path, capsys: pytest.CaptureFixture[
 def test_conditions_use_the_words_of_the_flags() -> None:
     settings = {"selection.keep_mass": Setting(0.95, "--keep-mass"), "selection.keep": Setting(None, "")}
     also = ["keep=0.3,keep-mass=0.95", "keep=100", "lookahead=off, min-keep=0,gpu-window=1k"]
-    names = [condition.name for condition in evaluate.make_conditions(settings, also)]
+    names = [condition.name for condition in conditions.make_conditions(settings, also)]
     assert names == [
         "full attention",
         "keep-mass 0.95, lookahead select, min-keep 64, gpu-window 512",
@@ -249,7 +251,7 @@ def test_conditions_use_the_words_of_the_flags() -> None:
         "keep-mass 0.95, lookahead off, min-keep 0, gpu-window 1024",
     ]
     with pytest.raises(UnknownNameError, match="mass"):
-        evaluate.parse_variant("mass=0.9")
+        conditions.parse_variant("mass=0.9")
 
 
 def test_conditions_of_other_strategies(run: Callable[..., dict[str, Any]]) -> None:
@@ -270,9 +272,9 @@ def test_conditions_of_other_strategies(run: Callable[..., dict[str, Any]]) -> N
 
 def test_the_plan_counts_every_condition(model: Path) -> None:
     settings = {"model.name": Setting(str(model), "test"), "cache.gpu_window": Setting(16, "test")}
-    one = evaluate.make_conditions(settings, [])
-    three = evaluate.make_conditions(settings, ["keep=0.1", "keep=0.2"])
-    choice = evaluate.build.choose_model(one[0].config)
-    plans = [evaluate.plan_conditions(choice, conditions, 2, 212) for conditions in (one, three)]
+    one = conditions.make_conditions(settings, [])
+    three = conditions.make_conditions(settings, ["keep=0.1", "keep=0.2"])
+    choice = choose_model(one[0].config)
+    plans = [conditions.plan_conditions(choice, some, 2, 212) for some in (one, three)]
     assert plans[1].host["KV host tier"] == 3 * plans[0].host["KV host tier"]
     assert plans[1].device["weights"] == plans[0].device["weights"]
