@@ -14,8 +14,8 @@ from hybridgen.config import Settings, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.llm import LLM
+from hybridgen.engine.prefill import LOGITS_AT_ONCE
 from hybridgen.engine.report import describe_machine, write_report
-from hybridgen.engine.runner import LOGITS_AT_ONCE
 from hybridgen.engine.statistics import AttentionStatistics
 from hybridgen.errors import ConfigError
 from hybridgen.evaluation.conditions import (
