@@ -1,4 +1,4 @@
-"""Decode, layer by layer: the algorithm of the paper, for every device, strategy and batch size (prompts: `prefill.py`).
+"""Decode, layer by layer: the algorithm of the paper for every device, strategy and batch size (prompts: `prefill.py`).
 
 While layer i runs, the CPU scores the host's keys for layer i + 1 by the query predicted from layer
 i's input; the rows it finds are fetched beside the scan for layer i + 2 (HybridGen, arXiv 2604.18529, section 4).
