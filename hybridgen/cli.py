@@ -44,7 +44,7 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
     ("--batch", "run.batch", int, "N", "sequences (default 1)"),
     ("--seed", "run.seed", int, "N", "of the document, of sampling and of random weights (default 0)"),
     ("--device", "runtime.device", str, "D", "auto, cpu or cuda"),
-    ("--dtype", "model.dtype", str, "D", "auto, float32, float16 or bfloat16"),
+    ("--dtype", "model.dtype", str, "D", "auto, float32, float16 or bfloat16 (also fp32, fp16, bf16)"),
     ("--weights", "model.weights", str, "W", "real, random or auto"),
     ("--weights-on-gpu", "placement.weights_on_gpu", parse_share, "F", "of the layers' weights: auto, or in [0, 1]"),
     ("--gpu-memory", "placement.gpu_memory_bytes", parse_size, "SIZE", "such as 24GiB (default 0.9 of what is free)"),

@@ -329,6 +329,8 @@ def _known_paths() -> dict[str, Any]:
 def _coerce(path: str, setting: Setting, hint: Any) -> Any:
     """The value as the field's type, or a ConfigError that says what is allowed."""
     value = setting.value
+    if path == "model.dtype" and isinstance(value, str):
+        value = _SHORT_DTYPES.get(value, value)
     if isinstance(value, str) and (read := _reader(path)):  # as the flags read it
         with contextlib.suppress(argparse.ArgumentTypeError):
             value = read(value)
@@ -356,6 +358,7 @@ def _coerce(path: str, setting: Setting, hint: Any) -> Any:
     raise ConfigError(f"{path} = {value!r} (from {setting.source}): allowed is {words}")
 
 
+_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TOKEN_COUNTS = ("run.seq", "run.gen", "cache.gpu_window", "cache.sinks", "runtime.prefill_chunk")
 
 

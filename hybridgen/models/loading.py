@@ -135,11 +135,16 @@ def random_weights(
     Made on the device, block by block. file: as of `load_weights`.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    # One for all: made anew for each tensor, blocks would leave holes between the tensors that stay.
+    memory = torch.empty(0, dtype=dtype, device=device)
 
     def blocks(_: int | None, name: str, source: TensorSource) -> Iterator[Tensor]:
+        nonlocal memory
         total, *rest = source.shape
-        rows = max(1, RANDOM_BLOCK_ELEMENTS // math.prod(rest) // 64) * 64
-        block = torch.empty((min(rows, total), *rest), dtype=dtype, device=device)
+        rows = min(total, max(1, RANDOM_BLOCK_ELEMENTS // math.prod(rest) // 64) * 64)
+        if memory.numel() < rows * math.prod(rest):
+            memory = torch.empty(max(rows * math.prod(rest), RANDOM_BLOCK_ELEMENTS), dtype=dtype, device=device)
+        block = memory[: rows * math.prod(rest)].view(rows, *rest)
         for start in range(0, total, rows):
             block = block[: total - start]
             if name.endswith("bias"):

@@ -47,7 +47,7 @@ class LayerFile:
         self.nbytes = sum(math.prod(shape) for shape in self._shapes.values()) * dtype.itemsize
         facts = repr((_WRITER, identity, self._dtype, list(self._shapes.items())))
         key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-        self.path = folder / f"{spec.name.replace('/', '--')}-{self._dtype}-{key}.safetensors"
+        self.path = folder / f"{Path(spec.name).name}-{self._dtype}-{key}.safetensors"
         self._writing: DiskFile | None = None
         self._place: dict[str, int] = {}  # where the next rows of each tensor go
         self.is_written = self._entries() is not None

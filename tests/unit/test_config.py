@@ -368,3 +368,8 @@ def test_what_does_not_go_with_attention_to_all(strategy: str, setting: dict[str
 def test_where_the_gpu_scores_there_is_a_sketch_and_nothing_to_shorten(values: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_config({path: Setting(value, "test") for path, value in values.items()})
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_dtypes(short: str, dtype: str) -> None:
+    assert build_config(parse_assignment(f"model.dtype={short}")).model.dtype == dtype

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -22,11 +23,11 @@ from hybridgen.engine.llm import LLM
 from hybridgen.errors import ConfigError, DiskError, InsufficientMemoryError
 from hybridgen.models import family_of, spec_of
 from hybridgen.models.checkpoint import aliases, open_checkpoint
-from hybridgen.models.hf_directory import StoredTensor, safetensors_entries
+from hybridgen.models.hf_directory import safetensors_entries
 from hybridgen.models.loading import layer_shapes, weight_bytes
 from hybridgen.models.stored_rows import last_rows, read_blocks
 from hybridgen.offload import disk
-from hybridgen.offload.disk import sweep
+from hybridgen.offload.disk import FileRange, sweep
 from hybridgen.offload.weights import HostWeights, weight_footprint
 from hybridgen.placement.plan import GIB
 from hybridgen.placement.weight_split import ROW_BLOCK, WeightSplit, split_layer
@@ -300,13 +301,28 @@ def test_a_file_that_was_cut_is_written_again(tiny: Path, tmp_path: Path) -> Non
     assert file.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
 
 
-def test_unaligned_tensors_are_not_read_in_place(tiny: Path) -> None:
-    with open_checkpoint(tiny) as checkpoint:
-        stored = checkpoint.stored("model.layers.0.mlp.down_proj.weight")
-    assert stored.offset is not None and stored.offset % 4 == 0
-    content = stored.file.read_bytes()
-    assert len(content[stored.offset : stored.offset + stored.nbytes]) == math.prod(stored.shape) * 4
-    assert isinstance(stored, StoredTensor)
+def test_unaligned_tensors_are_not_read_in_place(tiny: Path, tmp_path: Path) -> None:
+    """A header of one more byte: no element lies on a multiple of its size. They are copied, and the same."""
+    model, folder = tmp_path / "model", tmp_path / "offload"
+    shutil.copytree(tiny, model)
+    content = (model / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" "
+    (model / "model.safetensors").write_bytes((length + 1).to_bytes(8, "little") + header + content[8 + length :])
+    config = config_of(model, placement__weights_on_disk=1.0, placement__disk_dir=str(folder))
+    loaded = build.obtain_weights(build.choose_model(config), config, needs_text=False)
+    (file,) = folder.iterdir()
+    assert loaded.disk is not None and {part.file for part in loaded.disk.layers[0]["qkv"]} == {file}
+    in_place = config_of(tiny, placement__weights_on_disk=1.0, placement__disk_dir=str(folder))
+    expected = build.obtain_weights(build.choose_model(in_place), in_place, needs_text=False).disk
+    assert expected is not None and {part.file for part in expected.layers[0]["qkv"]} == {tiny / "model.safetensors"}
+    for ours, theirs in zip(loaded.disk.layers, expected.layers, strict=True):
+        for name in theirs:
+            assert _content(ours[name]) == _content(theirs[name])
+
+
+def _content(ranges: list[FileRange]) -> bytes:
+    return b"".join(part.file.read_bytes()[part.offset :][: part.nbytes] for part in ranges)
 
 
 WRITER = """

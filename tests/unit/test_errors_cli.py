@@ -257,11 +257,13 @@ def test_a_document_needs_room(refused: Refused, llama: Path) -> None:
 
 # Memory
 
+NO_DISK = ("--set", "placement.weights_on_disk=0.0")
+
 
 def test_not_enough_memory_suggests_a_shorter_prompt(refused: Refused, no_network: list[Any], online: None) -> None:
     message = refused(
         *("--model", "llama-3.1-8b", "--seq", "64k", "--dtype", "bfloat16"),
-        *("--set", f"placement.host_memory_bytes={22 * 2**30}"),
+        *("--set", f"placement.host_memory_bytes={22 * 2**30}", *NO_DISK),
         says=("memory plan:", "weights", "KV host tier", "22.00 GiB", "what would fit: --seq "),
     )
     fitting = int(message.split("--seq ")[1].split()[0])
@@ -277,7 +279,7 @@ def test_not_enough_memory_suggests_what_else_would_fit(
 ) -> None:
     refused(
         *("--model", "llama-3.1-8b", "--seq", "2k", "--dtype", "float32"),
-        *("--set", f"placement.host_memory_bytes={int(gib * 2**30)}"),
+        *("--set", f"placement.host_memory_bytes={int(gib * 2**30)}", *NO_DISK),
         says=("memory plan:", "what would fit", says),
     )
     assert not no_network
@@ -299,7 +301,7 @@ def test_an_impossible_plan_makes_no_network_call(
 
 def test_a_suggested_prompt_length_does_fit(refused: Refused, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--model", str(llama), "--weights", "random", "--gen", "2", "--set", "model.extend_positions=true"]
-    base += ["--set", "placement.host_memory_bytes=12000000"]
+    base += ["--set", "placement.host_memory_bytes=12000000", *NO_DISK]
     message = refused(*base, "--seq", "64k")
     fitting = message.split("--seq ")[1].split()[0]
     assert run.main([*base, "--seq", fitting]) == 0
