@@ -1,4 +1,4 @@
-"""A comparison with weights and KV on disk, killed at ten random points: no stray file, finished rounds are readable."""
+"""A comparison with weights and KV on disk, killed at ten random points: no stray file, what is finished is readable."""
 
 from __future__ import annotations
 
