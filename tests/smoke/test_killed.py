@@ -1,4 +1,4 @@
-"""A comparison with weights and KV on disk, killed at ten random points: no stray file, what is finished is readable."""
+"""A comparison with weights and KV on disk, killed at ten random points: no stray file, what is done is readable."""
 
 from __future__ import annotations
 
