@@ -303,6 +303,12 @@ def _with_one_share(job: _Job, contestants: list[Contestant], reference: Contest
     """
     admitted = [some.admission for some in (reference, *contestants) if some.admission is not None]
     placed = [admission.config.placement for admission in admitted]
+    packed = sorted({placement.compress_weights for placement in placed})
+    if len(packed) > 1:
+        raise ConfigError(
+            f"placement.compress_weights = {' and '.join(map(repr, packed))}: all strategies of a comparison have the "
+            "same weights loaded (allowed: one value for all)"
+        )
     shares = {(placement.weights_on_gpu, placement.weights_on_disk) for placement in placed}
     if len(shares) < 2:
         return reference

@@ -116,6 +116,9 @@ class PlacementConfig:
     # Share that is read from disk in every step. auto: what device and host have no room for by the memory plan; none
     # where no job is planned.
     weights_on_disk: float | Literal["auto"] = "auto"
+    # The decoder layers' matrices in 8 or 4 bits, in groups of 64 along a row (offload/groupwise.py), wherever they lie
+    # and on the link; a layer's are unpacked on the device before it runs.
+    compress_weights: Literal["none", "int8", "int4"] = "none"
     # Layers whose streamed weights are under way while one runs. 2, not 1: the query predicted for layer i + 1
     # needs that layer's weights when layer i begins; with 1 they would be sent for only then.
     prefetch_depth: int = 2

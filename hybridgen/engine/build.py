@@ -41,6 +41,7 @@ from hybridgen.offload.disk_weights import (
     stage_bytes,
 )
 from hybridgen.offload.logit_worker import selected_isa
+from hybridgen.offload.weight_slots import WeightFormat
 from hybridgen.offload.weights import HostWeights, host_weights
 from hybridgen.output import check_output_path
 from hybridgen.selection.eviction import policy_of
@@ -48,6 +49,7 @@ from hybridgen.types import DTYPES
 
 ROPE_SLACK_TOKENS = 1024  # rotary models are let run this far beyond their positions, with a warning
 
+_PACKED_BITS = {"int8": 8, "int4": 4}  # of `compress` settings
 _KEY_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -114,6 +116,11 @@ def weight_shares(config: Config) -> tuple[float, float]:
     return (1.0 - disk if on_gpu == "auto" else on_gpu), disk
 
 
+def weight_format(config: Config, dtype: torch.dtype) -> WeightFormat:
+    """How the decoder layers' tensors are kept."""
+    return WeightFormat(dtype, _PACKED_BITS.get(config.placement.compress_weights))
+
+
 def obtain_weights(
     choice: ModelChoice, config: Config, needs_text: bool, progress: Progress | None = None
 ) -> ObtainedWeights:
@@ -139,38 +146,45 @@ def obtain_weights(
                 ) from None
             reason = str(error)
     family, device, dtype, (share, on_disk) = choice.family, choice.device, choice.dtype, weight_shares(config)
+    form = weight_format(config, dtype)
     if reason is not None:
         spec, parts = choice.spec, None
-        host = host_weights(family, spec, share, device, dtype, on_disk)
+        host = host_weights(family, spec, share, device, dtype, on_disk, form.bits)
         with _own_file(choice, spec, config, None, host) as file:
-            tensors = random_weights(family, spec, device, dtype, config.run.seed, progress, host, file)
+            tensors = random_weights(family, spec, device, dtype, config.run.seed, progress, host, file, form.codec)
     else:
         assert directory is not None
         with open_checkpoint(directory) as checkpoint:
             # A GGUF file's RoPE factors, say, are known only now.
             spec = spec_of(choice.spec.name, checkpoint.config)
-            host = host_weights(family, spec, share, device, dtype, on_disk)
-            parts = stored_layers(family, spec, checkpoint, dtype) if on_disk else None
+            host = host_weights(family, spec, share, device, dtype, on_disk, form.bits)
+            in_place = on_disk and form.codec is None
+            parts = stored_layers(family, spec, checkpoint, dtype) if in_place else None
             with _own_file(choice, spec, config, directory, host) if parts is None else nullcontext() as file:
-                tensors = load_weights(family, spec, checkpoint, device, dtype, progress, host, file, on_disk > 0)
+                sparing, packing = on_disk > 0, form.codec
+                tensors = load_weights(
+                    family, spec, checkpoint, device, dtype, progress, host, file, sparing, packing
+                )
     disk = None
     if host is not None and host.split.disk_elements:
         if file is not None:
             parts = file.layers()
         assert parts is not None
         sources = [family.layer_tensors(spec, layer) for layer in range(spec.num_layers)]
-        disk = DiskWeights(host.split, parts, stage_bytes(sources, host.split.layers, dtype))
+        disk = DiskWeights(host.split, parts, stage_bytes(sources, host.split.layers, form))
     kind = "real" if reason is None else "random"
     return ObtainedWeights(tensors, spec, kind, reason, directory, host, disk)
 
 
 def own_file(choice: ModelChoice, spec: ModelSpec, config: Config, directory: Path | None) -> LayerFile:
     """The file of ours for layers that cannot be read from disk where they are; directory None: they are random."""
+    form = weight_format(config, choice.dtype)
     if directory is None:
         identity = random_identity(config.run.seed, choice.device)
     else:
         identity = checkpoint_identity(weight_files(directory))
-    return LayerFile(choice.family, spec, choice.dtype, disk_folder(config.placement.disk_dir), identity)
+        identity += "" if form.codec is None else f" packed on {choice.device.type}"
+    return LayerFile(choice.family, spec, form, disk_folder(config.placement.disk_dir), identity)
 
 
 def file_to_write(choice: ModelChoice, config: Config) -> LayerFile | None:
@@ -179,19 +193,20 @@ def file_to_write(choice: ModelChoice, config: Config) -> LayerFile | None:
     None: they are read where they are, or an earlier start wrote it.
     """
     location, directory = choice.location, choice.location.directory
+    form = weight_format(config, choice.dtype)
     if config.model.weights == "random":
         file = own_file(choice, choice.spec, config, None)
     elif directory is not None:
-        if weight_files(directory)[0].suffix == ".safetensors":
+        if form.codec is None and weight_files(directory)[0].suffix == ".safetensors":
             with open_checkpoint(directory) as checkpoint:
                 if stored_layers(choice.family, choice.spec, checkpoint, choice.dtype) is not None:
                     return None
         file = own_file(choice, choice.spec, config, directory)
     else:  # not here yet: a GGUF file is converted to float32
         stored = "float32" if location.gguf is not None else choice.spec.torch_dtype
-        if DTYPES.get(stored) is choice.dtype:
+        if form.codec is None and DTYPES.get(stored) is choice.dtype:
             return None
-        file = LayerFile(choice.family, choice.spec, choice.dtype, disk_folder(config.placement.disk_dir), "to come")
+        file = LayerFile(choice.family, choice.spec, form, disk_folder(config.placement.disk_dir), "to come")
     return None if file.is_written else file
 
 
@@ -254,7 +269,7 @@ def key_storage(config: Config, dtype: torch.dtype) -> KeyStorage:
     stored = dtype if config.cache.key_type == "auto" else _KEY_TYPES[config.cache.key_type]
     sketch = None if config.cache.sketch == "none" else config.cache.sketch
     on_device = sketch is not None and config.cache.sketch_home == "gpu"
-    cache, packed = config.cache, {"int8": 8, "int4": 4}.get(config.cache.compress)
+    cache, packed = config.cache, _PACKED_BITS.get(config.cache.compress)
     return KeyStorage(stored, sketch, on_device, cache.partial_ratio, cache.pool_capacity, cache.pool_policy, packed)
 
 

@@ -61,7 +61,7 @@ class _Machine:
         self.model = choice.family(weights.spec, weights.tensors.shared, choice.device, choice.dtype)
         depth, layers = config.placement.prefetch_depth, weights.tensors.layers
         self.weights = LayerWeightStore(
-            layers, weights.host, depth, self.transfer, choice.device, choice.dtype, weights.disk, self.reader
+            layers, weights.host, depth, self.transfer, choice.device, weights.disk, self.reader
         )
 
     def close(self) -> None:
@@ -168,6 +168,11 @@ class LLM:
         """Realised shares of the decoder layers' weights, by where they lie."""
         on_gpu, on_disk = self._machine.weights.share, self._machine.weights.disk_share
         return {"weights": {"gpu": on_gpu, "host": max(0.0, 1.0 - on_gpu - on_disk), "disk": on_disk}}
+
+    @property
+    def weights_packed(self) -> str | None:
+        """How the decoder layers' matrices are packed; None: they are not."""
+        return None if self.weights.host is None else self.weights.host.form.name
 
     @property
     def disk(self) -> dict[str, Any]:

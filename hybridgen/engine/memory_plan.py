@@ -223,7 +223,8 @@ def without_weights(plan: MemoryPlan) -> tuple[int, int]:
 
 def footprint(choice: ModelChoice, config: Config, share: float, on_disk: float) -> WeightFootprint:
     """Bytes of all weights with these shares of the decoder layers' on the device and on disk."""
-    return weight_footprint(choice.family, choice.spec, choice.dtype, share, config.placement.prefetch_depth, on_disk)
+    depth, bits = config.placement.prefetch_depth, build.weight_format(config, choice.dtype).bits
+    return weight_footprint(choice.family, choice.spec, choice.dtype, share, depth, on_disk, bits)
 
 
 def settled(config: Config, plan: MemoryPlan) -> Config:

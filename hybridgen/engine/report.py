@@ -52,6 +52,7 @@ def build_report(
         "weights_random_because": llm.weights.random_reason,
         "weights_on_gpu": llm.weights_on_gpu,
         "placement": {**llm.placement, "kv": _kv_shares(batch)},
+        "weights_packed": llm.weights_packed,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "strategy": strategy,

@@ -63,7 +63,7 @@ class Runner:
         self._telemetry.enter_step()
         plan = batch.next_plan()
         # Weights that arrive in turn in one place are waited for as they are looked up: nothing for a piece.
-        streamed = self._weights.share < 1.0
+        streamed = self._weights.pass_through
         states = [_DecodeState(self.model, micro_batch, tokens, streamed) for micro_batch in batch.micro_batches]
 
         def structure() -> Hashable | None:

@@ -40,6 +40,7 @@ from hybridgen.kv_cache.layout import host_shape, tensor_bytes
 from hybridgen.models.base import DecoderModel
 from hybridgen.models.loading import layer_shapes
 from hybridgen.models.spec import LayerSpec, ModelSpec
+from hybridgen.offload.groupwise import GROUP
 from hybridgen.placement.hardware import Hardware
 from hybridgen.selection.budget import most_kept
 
@@ -198,6 +199,16 @@ class _Job:
     def batch(self) -> int:
         return self.config.run.batch
 
+    def kept(self, elements: int) -> float:
+        """Bytes of so many of a layer's weights, wherever they lie. A packed group has two 16-bit numbers."""
+        bits = build.weight_format(self.config, self.choice.dtype).bits
+        return elements * (self.element if bits is None else bits / 8 + 4 / GROUP)
+
+    def unpacking(self, elements: int) -> float:
+        """Bytes that the GPU reads and writes to unpack them."""
+        is_packed = build.weight_format(self.config, self.choice.dtype).codec is not None
+        return self.kept(elements) + elements * self.element if is_packed else 0.0
+
     def head(self) -> Load:
         """LM head, of all sequences."""
         spec = self.choice.spec
@@ -213,7 +224,7 @@ class _Job:
         attended, sketch = self._on_gpu(layer, mode, rows)
         reads = self.micro_batches * elements * element + attended * layer.kv_bytes_per_token(element) + sketch
         flops = 2 * self.batch * elements + 4 * attended * layer.num_heads * layer.head_dim
-        gpu = roofline_s(hardware, flops, reads)
+        gpu = roofline_s(hardware, flops, reads + self.unpacking(elements))
         chooses = mode in ("select", "lookahead", "evicting")
         gpu += CHOICE_S * self.micro_batches if chooses else 0.0
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
@@ -245,9 +256,9 @@ class _Job:
     def _background(self, elements: int, moved: StepBytes) -> Load:
         """Weights, hidden states, and what lies on the disk."""
         spread, hardware, element = self.spread, self.hardware, self.element
-        streamed = (1.0 - spread.weights_on_gpu) * elements * element
+        streamed = (1.0 - spread.weights_on_gpu) * self.kept(elements)
         hidden = spread.hidden_on_host * self.batch * self.choice.spec.hidden_size * element
-        on_disk = spread.weights_on_disk * elements * element
+        on_disk = spread.weights_on_disk * self.kept(elements)
         on_disk += spread.host_kv_on_disk * (moved.link_read + moved.cpu_read)
         disk = on_disk / hardware.disk_read if on_disk else 0.0
         if spread.host_kv_on_disk:
@@ -262,12 +273,12 @@ class _Job:
         rows = 0 if mode in ("resident", "evicting") else build.window_layout(self.config).host_rows(self.prompt)
         kv = self.batch * rows * layer.kv_bytes_per_token(element)
         flops = 2 * tokens * elements + 2 * tokens * self.prompt * layer.num_heads * layer.head_dim
-        streamed = (1.0 - spread.weights_on_gpu) * elements * element
+        streamed = (1.0 - spread.weights_on_gpu) * self.kept(elements)
         hidden = spread.hidden_on_host * tokens * self.choice.spec.hidden_size * element
-        disk = spread.weights_on_disk * elements * element / hardware.disk_read if spread.weights_on_disk else 0.0
+        disk = spread.weights_on_disk * self.kept(elements) / hardware.disk_read if spread.weights_on_disk else 0.0
         disk += spread.host_kv_on_disk * kv / hardware.disk_write if spread.host_kv_on_disk else 0.0
         return Load(
-            gpu=roofline_s(hardware, flops, elements * element),
+            gpu=roofline_s(hardware, flops, elements * element + self.unpacking(elements)),
             h2d=(streamed + hidden) / hardware.h2d,
             d2h=(kv + hidden) / hardware.d2h,
             dram=(streamed + kv + 2 * hidden) / hardware.host_dram,

@@ -2,6 +2,7 @@
 
 A tensor arrives in blocks of rows, and each row goes to where it is to stay: no matrix that stays in host
 memory is ever whole on the device. Where rows lie on disk, what is loaded leaves nothing in memory beside it.
+Matrices that are to be packed are so block by block, on the device, before their rows part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Progress = Callable[[int], None]  # called with the bytes of each finished tenso
 RANDOM_STD = 0.02
 # Of random numbers made at a time, in whole blocks of 64 rows. A fixed number: on a GPU the values depend on it.
 RANDOM_BLOCK_ELEMENTS = 2**24
+PACKED_AT_ONCE = 2**22  # numbers: packing takes 24 bytes of the device's memory for each
 
 # A tensor's rows in order, in blocks; layer None: a tensor of no layer
 _Blocks = Callable[[int | None, str, TensorSource], Iterable[Tensor]]
@@ -42,6 +44,15 @@ class ModelWeights:
     layers: list[dict[str, Tensor]]
 
 
+class Packing(Protocol):
+    """How a row is packed into bytes (an `offload.groupwise.GroupCodec`)."""
+
+    def row_bytes(self, width: int) -> int: ...
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Rows [n, width] as uint8 [n, row_bytes(width)]."""
+
+
 class HostRows(Protocol):
     """Host memory for the rows of the layers' matrices that do not stay on the device."""
 
@@ -53,7 +64,7 @@ class HostRows(Protocol):
 
 
 class LayerFile(Protocol):
-    """A file of ours that holds all layers' tensors in the dtype of the run."""
+    """A file of ours that holds all layers' tensors as the run keeps them: in its dtype, or packed."""
 
     @property
     def is_written(self) -> bool:
@@ -96,11 +107,12 @@ def load_weights(
     host: HostRows | None = None,
     file: LayerFile | None = None,
     sparing: bool = False,
+    packing: Packing | None = None,
 ) -> ModelWeights:
     """Read a checkpoint; CheckpointError names a tensor that is missing or has another shape.
 
     file: the layers are written to it, or read from it if an earlier start did. sparing: of the checkpoint's files
-    nothing is mapped that need not be.
+    nothing is mapped that need not be. packing: of the layers' matrices; None: they stay as they are.
     """
 
     def blocks(_: int | None, __: str, source: TensorSource) -> Iterable[Tensor]:
@@ -117,7 +129,7 @@ def load_weights(
             return read_blocks(stored)
         return [checkpoint.tensor(name) for name in source.parts]
 
-    return _collect(family, spec, device, dtype, host, file, blocks, progress)
+    return _collect(family, spec, device, dtype, host, file, blocks, progress, packing)
 
 
 def random_weights(
@@ -129,10 +141,11 @@ def random_weights(
     progress: Progress | None = None,
     host: HostRows | None = None,
     file: LayerFile | None = None,
+    packing: Packing | None = None,
 ) -> ModelWeights:
     """Normal with a standard deviation of 0.02, norms at one, biases at zero; the same wherever they stay.
 
-    Made on the device, block by block. file: as of `load_weights`.
+    Made on the device, block by block. file, packing: as of `load_weights`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     # One for all: made anew for each tensor, blocks would leave holes between the tensors that stay.
@@ -155,7 +168,7 @@ def random_weights(
                 block.normal_(0.0, RANDOM_STD, generator=generator)
             yield block
 
-    return _collect(family, spec, device, dtype, host, file, blocks, progress)
+    return _collect(family, spec, device, dtype, host, file, blocks, progress, packing)
 
 
 def _collect(
@@ -167,17 +180,21 @@ def _collect(
     file: LayerFile | None,
     blocks: _Blocks,
     progress: Progress | None,
+    packing: Packing | None,
 ) -> ModelWeights:
     def tensors(layer: int | None, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
         on_device = {}
         for name, source in sources.items():
-            arriving, rows, leaving = blocks(layer, name, source), source.shape[0], None
+            arriving, (rows, *width), kept_as, leaving = blocks(layer, name, source), source.shape, dtype, None
+            if packing is not None and layer is not None and len(width) == 1:
+                arriving, width, kept_as = _packed(packing, arriving, device), [packing.row_bytes(*width)], torch.uint8
             if layer is not None and file is not None:
-                arriving = file.blocks(layer, name) if file.is_written else _copied(file, layer, name, arriving, dtype)
+                made = arriving
+                arriving = file.blocks(layer, name) if file.is_written else _copied(file, layer, name, made, kept_as)
             if layer is not None and host is not None:
                 leaving = host.take(layer, name)
                 rows -= host.on_disk(layer, name) + (0 if leaving is None else leaving.shape[0])
-            staying = torch.empty((rows, *source.shape[1:]), dtype=dtype, device=device)
+            staying = torch.empty((rows, *width), dtype=kept_as, device=device)
             to_the_end = layer is not None and file is not None and not file.is_written
             _fill([staying] if leaving is None else [staying, leaving], arriving, to_the_end)
             if rows:
@@ -188,6 +205,13 @@ def _collect(
 
     shared = tensors(None, family.global_tensors(spec))
     return ModelWeights(shared, [tensors(i, family.layer_tensors(spec, i)) for i in range(spec.num_layers)])
+
+
+def _packed(packing: Packing, blocks: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The rows of the blocks, packed. Always on the device: a GPU's steps may differ from a CPU's in the last bit."""
+    for block in blocks:
+        for rows in block.split(max(1, PACKED_AT_ONCE // block.shape[1])):
+            yield packing.encode(rows.to(device))
 
 
 def _copied(file: LayerFile, layer: int, name: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:

@@ -19,6 +19,8 @@ from hybridgen.models.spec import ModelSpec
 from hybridgen.types import DTYPES
 
 BLOCK_BYTES = 32 << 20  # of rows read at a time
+_ROW_TYPES = {**DTYPES, "U8": torch.uint8}  # of files of ours packed rows, too
+_WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 LayerParts = Mapping[str, Sequence[StoredTensor]]  # a layer's tensors: what each one is stacked from, in order
 
@@ -63,7 +65,7 @@ def read_blocks(parts: Iterable[StoredTensor]) -> Iterator[Tensor]:
             for start in range(0, total, rows):
                 block = memory[: min(rows, total - start) * row_bytes]
                 _fill(stream.fileno(), block, part, part.offset + start * row_bytes)
-                yield block.view(DTYPES[part.dtype]).view(-1, *rest)
+                yield block.view(_ROW_TYPES[part.dtype]).view(-1, *rest)
 
 
 def _fill(descriptor: int, block: Tensor, part: StoredTensor, offset: int) -> None:
@@ -76,19 +78,20 @@ def _fill(descriptor: int, block: Tensor, part: StoredTensor, offset: int) -> No
     os.posix_fadvise(descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
 
-def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], border: int) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file of these names, types ("bfloat16", ...) and shapes; each one's offset in the file.
+def safetensors_header(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], border: int
+) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file of these names, shapes and types; each one's offset in the file.
 
     The data begin on a border. The format is 8 bytes of length, then JSON (https://huggingface.co/docs/safetensors).
     """
-    words = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     entries: dict[str, object] = {}
     offsets: dict[str, int] = {}
     end = 0
-    for name, (dtype, shape) in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         offsets[name], start = end, end
-        end += math.prod(shape) * DTYPES[dtype].itemsize
-        entries[name] = {"dtype": words[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % border)
     begin = 8 + len(text)

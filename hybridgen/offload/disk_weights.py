@@ -1,14 +1,13 @@
 """Weights on disk: in which files the rows of each layer lie, and the host buffers that they are read into.
 
 A checkpoint whose files hold plain rows of the run's dtype is read where it is. Anything else (random weights, another
-dtype, torch's .bin) is written once to a safetensors file of ours, with all tensors of the decoder layers as this
-engine has them, and later starts read that.
+dtype, torch's .bin, matrices that are to be packed) is written once to a safetensors file of ours, with all tensors of
+the decoder layers as this engine has them, and later starts read that.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from hybridgen.models.stored_rows import LayerParts, last_rows, read_blocks, saf
 from hybridgen.offload.disk import BORDER_BYTES, DiskFile, DiskReader, FileRange, room_for
 from hybridgen.offload.host_memory import HostSlab
 from hybridgen.offload.transfer import Ticket
+from hybridgen.offload.weight_slots import WeightFormat
 from hybridgen.placement.weight_split import LayerSplit, WeightSplit
 
 _PURPOSE = "weights of the decoder layers"
@@ -35,19 +35,20 @@ class LayerFile:
     """All tensors of the decoder layers in a file of ours (a `models.loading.LayerFile`)."""
 
     def __init__(
-        self, family: type[DecoderModel], spec: ModelSpec, dtype: torch.dtype, folder: Path, identity: str
+        self, family: type[DecoderModel], spec: ModelSpec, form: WeightFormat, folder: Path, identity: str
     ) -> None:
-        """identity: what the values depend on, beside shapes and dtype. Nothing is written yet."""
-        self._dtype = str(dtype).removeprefix("torch.")
-        self._shapes = {
+        """identity: what the values depend on, beside shapes and format. Nothing is written yet."""
+        tensors = {
             _key(layer, name): source.shape
             for layer in range(spec.num_layers)
             for name, source in family.layer_tensors(spec, layer).items()
         }
-        self.nbytes = sum(math.prod(shape) for shape in self._shapes.values()) * dtype.itemsize
-        facts = repr((_WRITER, identity, self._dtype, list(self._shapes.items())))
+        self._stored = {key: form.stored(shape) for key, shape in tensors.items()}
+        self.nbytes = sum(map(form.nbytes, tensors.values()))
+        dtype = str(form.dtype).removeprefix("torch.") + ("" if form.bits is None else f"-int{form.bits}")
+        facts = repr((_WRITER, identity, dtype, list(tensors.items())))
         key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-        self.path = folder / f"{Path(spec.name).name}-{self._dtype}-{key}.safetensors"
+        self.path = folder / f"{Path(spec.name).name}-{dtype}-{key}.safetensors"
         self._writing: DiskFile | None = None
         self._place: dict[str, int] = {}  # where the next rows of each tensor go
         self.is_written = self._entries() is not None
@@ -57,9 +58,7 @@ class LayerFile:
 
     def write(self, layer: int, name: str, rows: Tensor) -> None:
         if self._writing is None:
-            head, self._place = safetensors_header(
-                {key: (self._dtype, shape) for key, shape in self._shapes.items()}, BORDER_BYTES
-            )
+            head, self._place = safetensors_header(self._stored, BORDER_BYTES)
             self._writing = DiskFile(self.path.parent, "weights", len(head) + self.nbytes, _PURPOSE)
             self._writing.write(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
         self._writing.write(self._place[_key(layer, name)], rows)
@@ -83,7 +82,7 @@ class LayerFile:
         if entries is None:
             raise DiskError(f"{self.path} is gone or damaged")
         layers: dict[int, dict[str, list[StoredTensor]]] = {}
-        for key in self._shapes:
+        for key in self._stored:
             layer, name = key.split(".", 1)
             layers.setdefault(int(layer), {})[name] = [entries[key]]
         return list(layers.values())
@@ -111,7 +110,7 @@ def checkpoint_identity(files: Sequence[Path]) -> str:
 
 
 def stage_bytes(
-    sources: Sequence[Mapping[str, TensorSource]], layers: Sequence[LayerSplit], dtype: torch.dtype
+    sources: Sequence[Mapping[str, TensorSource]], layers: Sequence[LayerSplit], form: WeightFormat
 ) -> int:
     """Of a buffer that the disk rows of any of the layers fit into, wherever in their files they begin."""
     largest = 0
@@ -119,7 +118,7 @@ def stage_bytes(
         needed = 0
         for name, shape in layer.disk_shapes().items():
             # Each part that the tensor is stacked from is widened to borders at either end.
-            needed += math.prod(shape) * dtype.itemsize + len(tensors[name].parts) * 2 * BORDER_BYTES
+            needed += form.nbytes(shape) + len(tensors[name].parts) * 2 * BORDER_BYTES
         largest = max(largest, room_for(needed) if needed else 0)
     return largest
 

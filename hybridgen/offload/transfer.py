@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.offload.dma import copy_pieces, is_for_dma
+from hybridgen.offload.groupwise import GroupCodec
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.offload.pieces import (
     CudaRecorder,
@@ -96,6 +97,16 @@ class TransferEngine(ABC):
             self.telemetry.count_bytes(direction, target.numel() * target.element_size())
         return self._bring(target, source)
 
+    def bring_packed(self, target: Tensor, source: Tensor, codec: GroupCodec, arrival: Tensor | None) -> Ticket:
+        """As `bring`, of rows that come packed, uint8 [n, row bytes], and are unpacked into target [n, width].
+
+        arrival: uint8 of the source's shape, on the device, where they come over the link to, counted as "h2d"; it is
+        free again for what this stream is given next. None: the source lies on the device.
+        """
+        if arrival is not None:
+            self.telemetry.count_bytes("h2d", source.nbytes)
+        return self._bring_packed(target, source, codec, arrival)
+
     def fetch_rows(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> FetchTicket:
         """Bring rows of the host tier to the device, in the stream of whoever calls.
 
@@ -168,6 +179,12 @@ class TransferEngine(ABC):
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         return self._issue([target], lambda: target.copy_(source), "h2d", [source])
+
+    def _bring_packed(self, target: Tensor, source: Tensor, codec: GroupCodec, arrival: Tensor | None) -> Ticket:
+        def bring() -> None:
+            codec.decode(source if arrival is None else arrival.copy_(source), target)
+
+        return self._issue([target], bring, "h2d", [source])
 
     def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
         """The torch twin of `fetch_kernel.fetch_rows` (it fetches the padding, too)."""
@@ -373,6 +390,10 @@ class CudaTransfer(TransferEngine):
 
     def _bring(self, target: Tensor, source: Tensor) -> Ticket:
         target.copy_(source, non_blocking=True)
+        return self.mark()
+
+    def _bring_packed(self, target: Tensor, source: Tensor, codec: GroupCodec, arrival: Tensor | None) -> Ticket:
+        codec.decode(source if arrival is None else arrival.copy_(source, non_blocking=True), target)
         return self.mark()
 
     def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:

@@ -4,11 +4,11 @@ A layer's host part arrives in a staging slot, where a matrix of which only the 
 together from both: the model sees ordinary dense tensors. There are `depth` + 1 slots, used round robin: one for
 the layer that runs and `depth` for those that are on their way, over the end of a step into the next one. A disk part
 comes by way of a ring of host buffers (`disk_weights.py`), into which the layers after those are being read meanwhile.
+Packed matrices (`weight_slots.py`) cross the link packed; all of them are unpacked into the slot, wherever they lie.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ from hybridgen.models.loading import layer_shapes, shared_bytes
 from hybridgen.models.spec import ModelSpec
 from hybridgen.offload.disk import DiskReader
 from hybridgen.offload.disk_weights import DiskStages, DiskWeights, num_stages, stage_bytes
-from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
+from hybridgen.offload.host_memory import HostBuffer, HostSlab
 from hybridgen.offload.transfer import Ticket, TransferEngine
-from hybridgen.placement.weight_split import LayerSplit, Shape, WeightSplit
-
-SLOT_ALIGNMENT_BYTES = 256
+from hybridgen.offload.weight_slots import WeightFormat
+from hybridgen.placement.weight_split import Shape, WeightSplit
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class WeightFootprint:
 
     share: float  # of the layers' weights on the device
     device_bytes: int
-    staging_bytes: int  # of the device
+    staging_bytes: int  # of the device: slots, and where packed rows arrive
     host_bytes: int
     disk_share: float = 0.0
     disk_bytes: int = 0
@@ -44,30 +43,36 @@ class WeightFootprint:
 
 @lru_cache(maxsize=2**16)
 def weight_footprint(
-    family: type[DecoderModel], spec: ModelSpec, dtype: torch.dtype, share: float, depth: int, on_disk: float = 0.0
+    family: type[DecoderModel],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    share: float,
+    depth: int,
+    on_disk: float = 0.0,
+    bits: int | None = None,
 ) -> WeightFootprint:
-    """What `HostWeights`, `LayerWeightStore` and loading will allocate.
+    """What `HostWeights`, `LayerWeightStore` and loading will allocate; bits: of packed matrices.
 
     Layers that are alike are looked at once: memory budgets ask for hundreds of splits.
     """
-    kinds = _kinds(family, spec)
+    kinds, form = _kinds(family, spec), WeightFormat(dtype, bits)
     split = WeightSplit([dict(shapes) for shapes, _ in kinds], share, on_disk)
     counts = [len(layers) for _, layers in kinds]
     counted = list(zip(counts, split.layers, strict=True))
     total = sum(count * layer.elements for count, layer in counted)
     host = sum(count * layer.host_elements for count, layer in counted)
     disk = sum(count * layer.disk_elements for count, layer in counted)
-    slots = _num_slots(spec.num_layers, bool(host or disk), depth)
+    slots = form.num_slots(split, spec.num_layers, depth)
     stages = num_stages(spec.num_layers, bool(disk), slots, depth)
     sources = [family.layer_tensors(spec, layers[0]) for _, layers in kinds] if stages else []
     return WeightFootprint(
         1.0 - (host + disk) / total,
-        shared_bytes(family, spec, dtype) + (total - host - disk) * dtype.itemsize,
-        slots * _slot_bytes(split, dtype),
-        sum(count * _layer_host_bytes(layer, dtype) for count, layer in counted),
+        shared_bytes(family, spec, dtype) + sum(count * form.device_bytes(layer) for count, layer in counted),
+        slots * form.slot_bytes(split) + form.arrival_bytes(split.layers),
+        sum(count * form.host_bytes(layer) for count, layer in counted),
         disk / total,
-        disk * dtype.itemsize,
-        stages * stage_bytes(sources, split.layers, dtype) if stages else 0,
+        sum(count * form.disk_bytes(layer) for count, layer in counted),
+        stages * stage_bytes(sources, split.layers, form) if stages else 0,
     )
 
 
@@ -83,11 +88,12 @@ def _kinds(family: type[DecoderModel], spec: ModelSpec) -> list[tuple[tuple[tupl
 class HostWeights:
     """The rows that live in host memory, in one slab; filled by `models.loading` through `take`."""
 
-    def __init__(self, split: WeightSplit, device: torch.device, dtype: torch.dtype) -> None:
-        self.split = split
-        slab = HostSlab(_host_bytes(split, dtype), device)
+    def __init__(self, split: WeightSplit, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> None:
+        self.split, self.form = split, WeightFormat(dtype, bits)
+        slab = HostSlab(sum(map(self.form.host_bytes, split.layers)), device)
         self.layers: list[dict[str, HostBuffer]] = [
-            {name: slab.take(shape, dtype) for name, shape in layer.host_shapes().items()} for layer in split.layers
+            {name: slab.take(*self.form.stored(shape)) for name, shape in layer.host_shapes().items()}
+            for layer in split.layers
         ]
 
     def take(self, layer: int, name: str) -> Tensor | None:
@@ -105,10 +111,11 @@ def host_weights(
     device: torch.device,
     dtype: torch.dtype,
     on_disk: float = 0.0,
+    bits: int | None = None,
 ) -> HostWeights | None:
-    """Host memory for what stays neither on the device nor on disk; None if all of it is on the device."""
+    """Host memory for what stays neither on the device nor on disk; None if all of it is on the device, as it is."""
     split = WeightSplit(layer_shapes(family, spec), share, on_disk)
-    return HostWeights(split, device, dtype) if split.away_elements else None
+    return HostWeights(split, device, dtype, bits) if split.away_elements or bits is not None else None
 
 
 class _StagedLayer(Mapping[str, Tensor]):
@@ -139,7 +146,6 @@ class LayerWeightStore:
         depth: int,
         transfer: TransferEngine,
         device: torch.device,
-        dtype: torch.dtype,
         disk: DiskWeights | None = None,
         reader: DiskReader | None = None,
     ) -> None:
@@ -152,28 +158,34 @@ class LayerWeightStore:
         self._depth, self._stages = depth, None
         self._resident, self._host = resident, host
         self._transfer = transfer
-        self._last = Ticket()  # of the last copy
+        self._last = Ticket()  # of the last copy over the link
         self._ready: dict[int, _StagedLayer] = {}  # the layers in the slots
         self._slots: list[int | None] = []  # the layer in each slot
         self._views: list[list[dict[str, Tensor]]] = []  # [slot][layer]: the matrices that are put together there
         self._next = 0
         if host is None:
             return
-        split = host.split
-        self._slots = [None] * _num_slots(len(split.layers), split.away_elements > 0, depth)
-        slots = [torch.empty(_slot_bytes(split, dtype), dtype=torch.uint8, device=device) for _ in self._slots]
-        self._views = [[_slot_views(slot, layer, dtype) for layer in split.layers] for slot in slots]
-        split_matrices = [
+        split, form = host.split, host.form
+        self._slots = [None] * form.num_slots(split, len(split.layers), depth)
+        slots = [torch.empty(form.slot_bytes(split), dtype=torch.uint8, device=device) for _ in self._slots]
+        self._views = [[form.slot_views(slot, layer) for layer in split.layers] for slot in slots]
+        self._arrival = torch.empty(form.arrival_bytes(split.layers), dtype=torch.uint8, device=device)
+        staged_matrices = [
             tensors[name]
             for tensors, layer in zip(resident, split.layers, strict=True)
-            for name in layer.staged_shapes()
+            for name in form.staged_shapes(layer)
             if name in tensors
         ]
         for stream in ("weights", "assembly"):
             with transfer.beside(transfer.mark(), stream):
-                transfer.hand_over(*slots, *split_matrices)
+                transfer.hand_over(*slots, self._arrival, *staged_matrices)
         if disk is not None and reader is not None:
             self._stages = DiskStages(disk, num_stages(len(split.layers), True, len(slots), depth), reader, device)
+
+    @property
+    def pass_through(self) -> bool:
+        """Whether layers come and go: what a layer is given then lies elsewhere from step to step."""
+        return bool(self._slots)
 
     def issue(self, layer: int) -> None:
         """`layer` is the next to run: what of it and of the `depth` layers after it is not there yet is sent for.
@@ -234,61 +246,39 @@ class LayerWeightStore:
         def span() -> AbstractContextManager[object]:
             return transfer.telemetry.span("weights", layer, row="weights") if timed else nullcontext()
 
-        def bring(name: str, first_row: int, source: Tensor) -> Ticket:
-            arriving = views[name][first_row : first_row + source.shape[0]]
-            self._last = transfer.bring(arriving, source, "h2d")
-            tickets[name].append(self._last)
-            return self._last
+        codec = self._host.form.codec
+
+        def bring(name: str, first_row: int, source: Tensor, crosses: bool = True) -> Ticket:
+            """crosses: whether the rows come over the link."""
+            target = views[name][first_row : first_row + source.shape[0]]
+            if codec is None:
+                ticket = transfer.bring(target, source, "h2d" if crosses else None)
+            else:  # one after the other in this stream: they arrive in the same place
+                place = self._arrival[: source.nbytes].view(source.shape) if crosses else None
+                ticket = transfer.bring_packed(target, source, codec, place)
+            tickets[name].append(ticket)
+            self._last = ticket if crosses else self._last
+            return ticket
 
         if host:
             with transfer.beside(free, "weights"), span():
                 for name, buffer in host.items():
                     bring(name, split.staying_rows(name), buffer.tensor)
         with transfer.beside(free, "assembly"):  # the link does not stand still meanwhile
-            for name, view in views.items():
-                staying = split.staying_rows(name)
-                if staying:
-                    tickets[name].append(transfer.bring(view[:staying], resident[name], None))
+            for name in views:
+                if split.staying_rows(name):
+                    bring(name, 0, resident[name], crosses=False)
         if self._stages is not None:  # last: the host may have to wait for the disk
             read = self._stages.take(layer)
             with transfer.beside(free, "weights"), span():
                 copies = []
                 for name, pieces in read.items():
-                    row, shape = split.shapes[name][0] - split.disk_rows[name], split.shapes[name][1:]
+                    row = split.shapes[name][0] - split.disk_rows[name]
+                    (_, *width), dtype = self._host.form.stored(split.shapes[name])
                     for piece in pieces:
-                        rows = piece.view(views[name].dtype).view(-1, *shape)
+                        rows = piece.view(dtype).view(-1, *width)
                         copies.append(bring(name, row, rows))
                         row += rows.shape[0]
             self._stages.let_go(layer, copies)
         self._slots[slot] = layer
         self._ready[layer] = _StagedLayer({**resident, **views}, tickets)
-
-
-def _num_slots(layers: int, streamed: bool, depth: int) -> int:
-    return min(depth + 1, layers) if streamed else 0
-
-
-def _slot_bytes(split: WeightSplit, dtype: torch.dtype) -> int:
-    """Enough for any layer."""
-    return max(sum(_aligned(shape, dtype) for shape in layer.staged_shapes().values()) for layer in split.layers)
-
-
-def _host_bytes(split: WeightSplit, dtype: torch.dtype) -> int:
-    return sum(_layer_host_bytes(layer, dtype) for layer in split.layers)
-
-
-def _layer_host_bytes(layer: LayerSplit, dtype: torch.dtype) -> int:
-    return sum(padded_bytes(shape, dtype) for shape in layer.host_shapes().values())
-
-
-def _slot_views(slot: Tensor, layer: LayerSplit, dtype: torch.dtype) -> dict[str, Tensor]:
-    views, start = {}, 0
-    for name, shape in layer.staged_shapes().items():
-        end = start + math.prod(shape) * dtype.itemsize
-        views[name] = slot[start:end].view(dtype).view(shape)
-        start += _aligned(shape, dtype)
-    return views
-
-
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

@@ -342,6 +342,7 @@ def test_an_unknown_strategy_is_told_the_known_ones() -> None:
         ("aoc", {"cache.compress": "int4"}, r"cache\.compress = 'int4' with .*'on_cpu'.*allowed: 'none'.*'streamed'"),
         ("hybridgen", {"cache.compress": "int8"}, r"cache\.compress = 'int8' with .*'hybrid'.*allowed: 'none'"),
         ("aog", {"cache.compress": "int2"}, r"cache\.compress = 'int2'.*'none' or 'int8' or 'int4'"),
+        ("aog", {"placement.compress_weights": "int2"}, r"compress_weights = 'int2'.*'none' or 'int8' or 'int4'"),
         ("aog", {"cache.key_type": "fp16"}, "allowed: 'auto'"),
         ("aoc", {"cache.key_type": "int8"}, None),
         ("aoc", {"selection.keep": 0.1, "attention.lookahead": "off", "schedule.mode": "feedback"}, None),

@@ -106,6 +106,16 @@ def test_streamed_weights_come_once_for_all_micro_batches() -> None:
     assert parts.step.gpu - whole.step.gpu == pytest.approx(3 * (weights + head) * 2 / 750e9)
 
 
+def test_packed_weights_cross_packed_and_are_unpacked_once_a_step() -> None:
+    modes, spread = modes_of(LAYERS, LAYERS, "gpu"), Spread(weights_on_gpu=0.25, weights_on_disk=0.5)
+    packed = with_settings(CONFIGS["gpu"], {"placement.compress_weights": "int4"})
+    plain, found = (predict(CHOICE, some, modes, PROMPT, GEN, MACHINE, spread) for some in (CONFIGS["gpu"], packed))
+    weights = sum(torch.Size(s).numel() for layer in layer_shapes(CHOICE.family, CHOICE.spec) for s in layer.values())
+    kept = weights * (4 * 64 + 32) / 64 / 8  # bytes: 64 codes of 4 bits and two numbers of 16
+    assert found.step.h2d == pytest.approx(0.75 * kept / 10e9) and found.step.disk == pytest.approx(0.5 * kept / 2e9)
+    assert found.step.gpu - plain.step.gpu == pytest.approx((kept + 2 * weights) / 750e9)
+
+
 def test_work_in_pieces() -> None:
     load = Load(gpu=2.0, cpu=5.0, h2d=1.0)
     assert one_after_another(load, 1) == 8.0

@@ -278,7 +278,7 @@ def make_store(
                 leaving = host.take(number, name)
                 assert leaving is not None
                 leaving.copy_(tensor[staying:])
-    return LayerWeightStore(resident, host, depth, kind(Telemetry()), CPU, torch.float32), whole
+    return LayerWeightStore(resident, host, depth, kind(Telemetry()), CPU), whole
 
 
 @pytest.mark.parametrize("kind", [LazyTransfer, ImmediateTransfer])
