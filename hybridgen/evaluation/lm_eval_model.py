@@ -62,7 +62,8 @@ class HybridGenLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._llm = LLM(model, overrides, strategy)
         self._llm.telemetry.enabled = False
         self._batch = 64 if batch_size == "auto" else int(batch_size)
-        self._decode_from, self._shots = decode_from, num_fewshot
+        self._decode_from = None if decode_from is None else int(decode_from)
+        self._shots = int(num_fewshot)
 
     @property
     def eot_token_id(self) -> int:

@@ -205,16 +205,16 @@ def _decode_rest(
     """Sequences that end early are fed their last token again; those results are not looked at."""
     steps = max(one.steps for one in requests)
     ids = torch.tensor(
-        [[one.ids[min(one.prefilled + at, len(one.ids) - 1)] for at in range(steps + 1)] for one in requests]
+        [[one.ids[min(one.prefilled + at, len(one.ids) - 1)] for one in requests] for at in range(steps + 1)]
     )
     counts = torch.tensor(
-        [[one.context <= one.prefilled + at < len(one.ids) for at in range(1, steps + 1)] for one in requests]
+        [[one.context <= one.prefilled + at < len(one.ids) for one in requests] for at in range(steps + 1)]
     )
     ids, counts = ids.to(llm.device), counts.to(llm.device)
     for step in range(steps):
         llm.telemetry.begin_step()
-        logits = llm.decode(batch, ids[:, step])
+        logits = llm.decode(batch, ids[step])
         if statistics is not None:
             statistics.observe(batch)
-        tally.add(logits, ids[:, step + 1], counts[:, step])
+        tally.add(logits, ids[step + 1], counts[step + 1])
         on_step(len(requests))
