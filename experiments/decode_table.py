@@ -57,6 +57,8 @@ ROWS = (
     Row("opt-13b 4k x 8 aoc", (*OPT4K, "--strategy", "aoc", "--gpu-window", "64")),
     Row("opt-13b 4k x 8 moe-lightning", (*OPT4K, "--strategy", "moe-lightning")),
     Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
+    Row("opt-13b 512 x 8 aoc", (*OPT512, "--strategy", "aoc", "--gpu-window", "64")),
+    Row("opt-13b 512 x 8 moe-lightning, two", (*OPT512, "--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
     Row("opt-13b 512 x 8, weights on the host", (*OPT512, "--strategy", "full", "--weights-on-gpu", "0")),
     Row("llama-3.1-8b 64k in 24 GiB", ("--model", "llama-3.1-8b", "--seq", "64k", "--gpu-memory", "24GiB", *TENTH)),
 )  # fmt: skip
