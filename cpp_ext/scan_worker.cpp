@@ -304,7 +304,12 @@ void ScanWorker::cut(Job& job) const {
     const std::size_t b = i / static_cast<std::size_t>(r.num_kv_heads);
     job.unfinished[i] = (job.first_chunk[b + 1] - job.first_chunk[b]) / r.num_kv_heads;
   }
-  for (std::size_t b = 0; b < r.lengths.size(); ++b) {  // nobody comes to heads without a token
+}
+
+// The result of sequences without a token: no chunk of theirs is ever taken. Not before the job has started: until then
+// somebody may still read what the job before has left there.
+void ScanWorker::fill_empty(const ScanRequest& r) {
+  for (std::size_t b = 0; b < r.lengths.size(); ++b) {
     if (r.lengths[b] > 0) continue;
     const auto first = static_cast<std::int64_t>(b) * r.num_heads;
     std::fill_n(r.context + first * r.head_dim, r.num_heads * r.head_dim, 0.0f);
@@ -415,6 +420,7 @@ void ScanWorker::look_at(const std::uint32_t* word, std::uint32_t turn, std::uin
 // callback pays for one wake-up, not for fifteen.
 void ScanWorker::make_ready(Job& job) {
   job.state = State::Ready;
+  if (job.request.values) fill_empty(job.request);
   if (job.chunks == 0) {
     job.span.start = job.span.end = Clock::now();
     finish(job);

@@ -125,6 +125,7 @@ class ScanWorker {
   Job& find(JobId id);
   Job& new_slot();
   void cut(Job& job) const;
+  static void fill_empty(const ScanRequest& request);
   void make_ready(Job& job);
   void start_watched();
   void look_at(const std::uint32_t* word, std::uint32_t turn, std::uint64_t seen) const;

@@ -23,6 +23,7 @@ OPT = ("--model", "opt-13b", "--seq", "32k")
 LLAMA = ("--model", "llama-3.1-8b", "--seq", "131000")
 OPT4K = ("--model", "opt-13b", "--seq", "4k", "--batch", "8", "--gpu-memory", "32GiB")
 OPT512 = ("--model", "opt-13b", "--seq", "512", "--batch", "8")
+TWO = ("--set", "runtime.micro_batch=4")
 BUDGET = ("--gpu-memory", "32GiB", "--gpu-window", "512")
 TENTH = ("--keep", "0.1")
 INT8 = ("--key-type", "int8")
@@ -56,9 +57,9 @@ ROWS = (
     Row("opt-13b 16k x 4 int8 10%", ("--model", "opt-13b", "--seq", "16k", "--batch", "4", *BUDGET, *INT8, *TENTH)),
     Row("opt-13b 4k x 8 aoc", (*OPT4K, "--strategy", "aoc", "--gpu-window", "64")),
     Row("opt-13b 4k x 8 moe-lightning", (*OPT4K, "--strategy", "moe-lightning")),
-    Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
+    Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 512 x 8 aoc", (*OPT512, "--strategy", "aoc", "--gpu-window", "64")),
-    Row("opt-13b 512 x 8 moe-lightning, two", (*OPT512, "--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
+    Row("opt-13b 512 x 8 moe-lightning, two", (*OPT512, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 512 x 8, weights on the host", (*OPT512, "--strategy", "full", "--weights-on-gpu", "0")),
     Row("llama-3.1-8b 64k in 24 GiB", ("--model", "llama-3.1-8b", "--seq", "64k", "--gpu-memory", "24GiB", *TENTH)),
 )  # fmt: skip

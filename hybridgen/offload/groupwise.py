@@ -79,7 +79,9 @@ class GroupCodec:
             whole = torch.cat((whole, whole[:, -1:].expand(-1, GROUP - width % GROUP)), dim=-1)
         whole = whole.unflatten(-1, (-1, GROUP))
         minimum = rounded_down(whole.amin(dim=-1), self.pair_dtype)
-        step = -rounded_down((minimum.float() - whole.amax(dim=-1)) / levels, self.pair_dtype)
+        # By a tensor: a GPU multiplies by the reciprocal of a plain number, and rounds otherwise than a CPU.
+        widest = minimum.float() - whole.amax(dim=-1)
+        step = -rounded_down(widest / torch.full_like(widest, levels), self.pair_dtype)
         divisor = step.float().unsqueeze(-1)
         codes = (whole - minimum.float().unsqueeze(-1)).div_(torch.where(divisor > 0, divisor, 1.0))
         codes = codes.add_(0.5).clamp_(0, levels).to(torch.uint8).flatten(-2)[:, :width]  # to the nearest

@@ -273,3 +273,18 @@ def test_the_worker_names_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="lengths"):
         attend([65])
     worker.close()
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 9), (0, 0, 0)])
+def test_nothing_is_written_before_the_job_starts(lengths: tuple[int, ...]) -> None:
+    """Not for sequences without a token, either: the device may still read what the last job has left there."""
+    worker = _C.ScanWorker(1)
+    try:
+        attention = Attention(ScanCase("float32", list(lengths), 2, 2, 64), "float32")
+        job = worker.submit_attention(**attention.arguments(), hold=True)
+        assert np.isnan(attention.context).all() and np.isnan(attention.log_sum).all()
+        worker.start(job)
+        worker.wait_and_count(job)
+        attention.check()
+    finally:
+        worker.close()
