@@ -72,8 +72,10 @@ def cut(llm: LLM, arguments: argparse.Namespace) -> list[Passage]:
 def about(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and where."""
     given = {name: getattr(arguments, name) for name in ("context", "decode", "window", "batch")}
+    assert llm.weights.directory is not None
     return {
         "model": llm.spec.name,
+        "checkpoint": llm.weights.directory.name,  # its values may come from fewer bits (a GGUF file's)
         "dtype": str(llm.dtype).removeprefix("torch."),
         "text": arguments.data.name,
         **given,
@@ -109,8 +111,9 @@ def format_table(result: dict[str, Any]) -> str:
     """As the README has it."""
     passages = len(result["passages"])
     lines = [
-        f"{result['model']}, {result['dtype']}, {result['text']}: {result['decode']} tokens after {result['context']}, "
-        f"{passages} passages, window {result['window']}; 95 % intervals, differences paired by passage",
+        f"{result['model']} ({result['checkpoint']}), {result['dtype']}, {result['text']}:",
+        f"{result['decode']} tokens after {result['context']}, {passages} passages, window {result['window']}; "
+        "95 % intervals, differences paired by passage",
         f"{'weights':8} {'cache':6} {'perplexity':26} {'change %':28} in perplexity",
     ]
     for row in result["conditions"]:
