@@ -16,7 +16,7 @@ _SUMMARIES = {
     "evaluate": "measure quality against full attention",
     "bench": "measure what this machine can do",
     "compare": "run several strategies on the same prompt",
-    "calibrate": "choose a model's exact layers by measurement",
+    "calibrate": "fit what predicts a model's queries, and choose its exact layers",
     "predict": "predict speed without the machine",
     "info": "what this machine offers",
 }

@@ -31,7 +31,8 @@ class ModelConfig:
     weights: Literal["auto", "real", "random"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     extend_positions: bool = False  # allow RoPE positions far beyond what the model was trained on
-    exact_layers: tuple[int, ...] = (0, 1, 2)  # layers that never use a predicted query
+    # Layers that never use a predicted query; auto: those that a predictor FILE names, else 0, 1 and 2.
+    exact_layers: tuple[int, ...] | Literal["auto"] = "auto"
     # A number: so many of them, the first ones, are resident and the rest select.
     exact_layers_mode: int | Literal["auto", "resident", "select"] = "auto"
 
@@ -57,7 +58,9 @@ class AttentionConfig:
     executor: Literal["hybrid", "full", "streamed", "on_cpu", "evicting"] = "hybrid"  # evicting: `eviction`
     stream_ahead: bool = True  # streamed: a layer's rows come while the layer before computes; no: when it begins
     lookahead: Literal["select", "logits", "off"] = "select"
-    predictor: Literal["x", "delta"] = "x"  # what the next layer's query is predicted from: lookahead.md
+    # How the next layer's query is predicted. x: its norm and Wq on this layer's input (the paper); delta: the same on
+    # x plus what the last token's residual gained in this layer; FILE.safetensors: on x, by maps of `calibrate`.
+    predictor: str = "x"
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
 
 
@@ -406,6 +409,10 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "eviction.tau_init": ("a temperature > 0", lambda v: v > 0),
     "eviction.tau_end": ("a temperature > 0", lambda v: v > 0),
     "eviction.pool": ("an odd number of keys >= 1", lambda v: v >= 1 and v % 2 == 1),
+    "attention.predictor": (
+        "'x', 'delta' or a file FILE.safetensors that hybridgen.calibrate wrote",
+        lambda v: v in ("x", "delta") or v.endswith(".safetensors"),
+    ),
     "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
     "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),
     "cache.partial_ratio": ("a fraction in (0, 1]", lambda v: 0 < v <= 1),
@@ -445,7 +452,7 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "run.seq": ("a number of tokens >= 1", lambda v: v >= 1),
     "run.gen": ("a number of tokens >= 1", lambda v: v >= 1),
     "run.batch": ("a number of sequences >= 1", lambda v: v >= 1),
-    "model.exact_layers": ("layer numbers >= 0", lambda v: all(layer >= 0 for layer in v)),
+    "model.exact_layers": ("'auto' or layer numbers >= 0", lambda v: v == "auto" or all(layer >= 0 for layer in v)),
     "model.exact_layers_mode": (
         "'auto', 'resident', 'select' or a number of layers >= 0",
         lambda v: not isinstance(v, int) or v >= 0,

@@ -13,7 +13,7 @@ import torch
 from hybridgen.config import Config, with_settings
 from hybridgen.engine import build, memory_plan
 from hybridgen.engine.build import ModelChoice
-from hybridgen.engine.layer_modes import LayerMode, all_resident
+from hybridgen.engine.layer_modes import LayerMode, all_resident, asked_exact_layers, predictor_file
 from hybridgen.engine.memory_budget import Chosen, settle
 from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
@@ -106,6 +106,9 @@ def admit(
             notes.append("positions are those in the cache: eviction.positions = reindexed")
     elif config.attention.executor != "hybrid":
         notes.append("every token is attended to: what chooses (--keep, --lookahead, --schedule, ...) has no effect")
+    if (file := predictor_file(config)) is not None:
+        layers, source = asked_exact_layers(config)
+        notes.append(f"queries are predicted by {file}; exact layers {list(layers)}, from {source}")
     full = memory_plan.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"

@@ -18,15 +18,15 @@ import torch
 
 from hybridgen.attention.tiered import Kernels
 from hybridgen.config import Config, with_settings
-from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.layer_modes import LayerMode, predictor_file
 from hybridgen.errors import CheckpointError, ConfigError, HubUnavailableError
 from hybridgen.kv_cache.disk_rows import DiskLayout, disk_layout
 from hybridgen.kv_cache.host_keys import KeyStorage, value_part
 from hybridgen.kv_cache.layout import WindowLayout, disk_rows, host_shape
 from hybridgen.kv_cache.partial_keys import Skews, skew_shape
-from hybridgen.models import family_of, spec_of
-from hybridgen.models.base import DecoderModel
-from hybridgen.models.checkpoint import ModelLocation, download, fetch_config, locate, open_checkpoint
+from hybridgen.models import family_of, query_maps, spec_of
+from hybridgen.models.base import DecoderModel, QueryMap
+from hybridgen.models.checkpoint import ModelLocation, checkpoint_key, download, fetch_config, locate, open_checkpoint
 from hybridgen.models.hf_directory import weight_files
 from hybridgen.models.loading import ModelWeights, Progress, load_weights, random_weights
 from hybridgen.models.spec import LayerSpec, ModelSpec
@@ -294,6 +294,24 @@ def _identity(weights: ObtainedWeights) -> str:
         some = flat[:: max(1, flat.numel() // 4096)].float().cpu()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + some.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def fitted_queries(
+    config: Config, weights: ObtainedWeights, modes: Sequence[LayerMode], device: torch.device, dtype: torch.dtype
+) -> dict[int, QueryMap]:
+    """Maps of the layers whose query is predicted by a calibration's file; ConfigError if it is another model's."""
+    file = predictor_file(config)
+    if file is None:
+        return {}
+    made_for, is_real = query_maps.read_checkpoint_key(file), weights.kind == "real"
+    key = checkpoint_key(weights.directory) if is_real and weights.directory is not None else "random weights"
+    if made_for != key:
+        raise ConfigError(
+            f"attention.predictor = {file}: made for checkpoint {made_for}, but this is {key}: python -m "
+            "hybridgen.calibrate makes one for this model (allowed without: 'x', 'delta')"
+        )
+    layers = {layer: weights.spec.layers[layer] for layer, mode in enumerate(modes) if mode == "lookahead"}
+    return query_maps.read_query_maps(file, layers, weights.spec.hidden_size, device, dtype)
 
 
 def reindexes(config: Config, layer: LayerSpec) -> bool:

@@ -129,7 +129,8 @@ class LLM:
         self._layout = build.window_layout(config)
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
-        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk)
+        fitted = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
+        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)
         self._tokenizer: Tokenizer | None = None
@@ -179,6 +180,11 @@ class LLM:
         """What was read from disk so far, how fast, and what there is to say of it."""
         reader = self._machine.reader
         return {"bytes_read": reader.bytes_read, "bytes_per_s": reader.bytes_per_s, "notes": reader.notes}
+
+    @property
+    def layer_weights(self) -> LayerWeightStore:
+        """For callers that run layers themselves: `issue` one, then `wait` for it."""
+        return self._machine.weights
 
     @property
     def worker_threads(self) -> int:

@@ -12,12 +12,13 @@ from hybridgen.attention.tiered import Kernels
 from hybridgen.config import Config, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
-from hybridgen.engine.layer_modes import LayerMode
+from hybridgen.engine.layer_modes import LayerMode, predictor_file
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_parts, value_part
 from hybridgen.kv_cache.layout import device_shape, host_shape, tensor_bytes
 from hybridgen.kv_cache.partial_keys import skew_shape
 from hybridgen.kv_cache.quantize import ENCODED_AT_ONCE
+from hybridgen.models.query_maps import query_map_elements
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.groupwise import ENCODING_BYTES
 from hybridgen.offload.weights import WeightFootprint, weight_footprint
@@ -128,9 +129,14 @@ def plan_memory(
     attended = max(layer.num_heads * layer.head_dim for layer in spec.layers)
     repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
     on_flash = choice.device.type == "cuda" and dtype != torch.float32
+    fitted = 0
+    if predictor_file(config) is not None:
+        predicted = [layer for layer, mode in zip(spec.layers, modes, strict=True) if mode == "lookahead"]
+        fitted = sum(query_map_elements(layer, spec.hidden_size) for layer in predicted) * element
     plan.device = {
         "weights": 0,
         "slots for streamed weights": 0,
+        "fitted query maps": fitted,
         "KV of resident layers": resident,
         "attention over resident KV": parts,
         "KV of sinks and windows": window,

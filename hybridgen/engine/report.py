@@ -19,6 +19,7 @@ import torch
 from hybridgen import __version__
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.generation import Generation
+from hybridgen.engine.layer_modes import asked_exact_layers
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.schedule import FeedbackSchedule, encode
 from hybridgen.output import write_whole
@@ -99,6 +100,7 @@ def build_report(
         "host_memory": llm.host_memory,
         "disk": llm.disk,
         "exact_layers": {str(i): mode for i, mode in enumerate(llm.modes) if mode != "lookahead"},
+        "exact_layers_from": asked_exact_layers(llm.config)[1],
         "config": llm.config.to_dict(),
         "versions": {
             "hybridgen": __version__,

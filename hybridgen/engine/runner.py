@@ -7,7 +7,7 @@ i's input; the rows it finds are fetched beside the scan for layer i + 2 (Hybrid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch
 from hybridgen.engine.prefill import Prefill
-from hybridgen.models.base import DecoderModel
+from hybridgen.models.base import DecoderModel, QueryMap
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.weights import LayerWeightStore
@@ -32,12 +32,15 @@ class Runner:
         weights: LayerWeightStore,
         telemetry: Telemetry,
         prefill_chunk: int,
+        fitted: Mapping[int, QueryMap],
     ) -> None:
+        """fitted: of layers whose query is predicted by these maps, which lie where they are for good."""
         self.model = model
         self._weights = weights
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
         self._prefill = Prefill(model, weights, prefill_chunk)
+        self._fitted = fitted
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> float:
@@ -138,7 +141,7 @@ class Runner:
 
         def predict() -> Tensor:
             guess = x if changes is None else x + changes[layer - 1]
-            return self.model.query(layer, weights, guess, state.positions)
+            return self.model.query(layer, weights, guess, state.positions, self._fitted.get(layer))
 
         return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict, lasts=False)
 

@@ -39,7 +39,7 @@ from hybridgen.quantities import parse_keep, parse_tokens
 MASS_PROBE_INTERVAL = 2  # decode steps: 64 of them then probe each layer of most models
 DEFAULTS = {"runtime.mass_probe_interval": MASS_PROBE_INTERVAL, "model.exact_layers_mode": "resident"}
 _KV_ITEMS = (
-    "KV of resident layers", "KV of sinks and windows", "KV that is not evicted", "KV host tier"
+    "KV of resident layers", "KV of sinks and windows", "KV that is not evicted", "KV host tier", "fitted query maps",
 )  # of a memory plan
 _STRATEGY = "strategy"  # word of --also: another one, under the same flags
 # word of --also -> dotted setting, how its text is read

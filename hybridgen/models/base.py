@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hybridgen.models.layers import inverse_frequencies, rotary_tables
+from hybridgen.models.layers import inverse_frequencies, rotary_tables, rotate
 from hybridgen.models.spec import ModelSpec, RopeSpec, TensorSource
 from hybridgen.types import Positions
 
 LayerWeights = Mapping[str, Tensor]
+
+
+class QueryMap(NamedTuple):
+    """From a normed layer input to the layer's query before rotary positions: Wq, or what was fitted in its place."""
+
+    weight: Tensor  # [Hq * d, hidden]
+    bias: Tensor | None  # [Hq * d]
 
 
 class DecoderModel(ABC):
@@ -87,8 +95,25 @@ class DecoderModel(ABC):
         """Layer input [T, hidden] -> query [T, Hq, d], key and value [T, Hkv, d], positions applied."""
 
     @abstractmethod
-    def query(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> Tensor:
-        """As `qkv`, the query alone. With x = the input of layer - 1 it is the predicted query q'."""
+    def attention_input(self, w: LayerWeights, x: Tensor) -> Tensor:
+        """Layer input [T, hidden] -> what Wq, Wk and Wv are applied to, [T, hidden]: the layer's first norm."""
+
+    @abstractmethod
+    def query_map(self, layer: int, w: LayerWeights) -> QueryMap:
+        """The layer's own Wq and its bias."""
+
+    def query(
+        self, layer: int, w: LayerWeights, x: Tensor, positions: Positions, fitted: QueryMap | None = None
+    ) -> Tensor:
+        """As `qkv`, the query alone. With x = the input of layer - 1 it is the predicted query q'.
+
+        fitted: used in place of Wq, of which nothing is then looked up in `w`.
+        """
+        at, own = self.spec.layers[layer], fitted or self.query_map(layer, w)
+        query = F.linear(self.attention_input(w, x), own.weight, own.bias)
+        query = query.view(x.shape[0], at.num_heads, at.head_dim)
+        tables = self.rotary(layer, positions)
+        return query if tables is None else rotate(query, tables)
 
     @abstractmethod
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:

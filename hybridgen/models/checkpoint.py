@@ -14,6 +14,7 @@ model is built from `checkpoint.config`: it may know more than `location.config`
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 from dataclasses import dataclass, replace
@@ -106,6 +107,20 @@ class ModelLocation:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Open a Hugging Face directory (what `ModelLocation.prepare` and `download` return)."""
     return HFDirectory(directory)
+
+
+def checkpoint_key(directory: Path) -> str:
+    """Tells a checkpoint's weights from others by each tensor's first numbers.
+
+    As they are stored: the dtype that they are run in does not matter.
+    """
+    digest = hashlib.sha256()
+    with open_checkpoint(directory) as checkpoint:
+        for name in sorted(checkpoint.names()):
+            tensor = checkpoint.tensor(name)
+            some = tensor.reshape(-1)[:1024].float()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + some.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def models_dir() -> Path:

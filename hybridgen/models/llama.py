@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
-from hybridgen.models.base import DecoderModel, LayerWeights
+from hybridgen.models.base import DecoderModel, LayerWeights, QueryMap
 from hybridgen.models.config_fields import (
     common_fields,
     layers_from_config,
@@ -96,14 +96,13 @@ class LlamaModel(DecoderModel):
             rotated = rotate(rotated, tables)
         return rotated[:, : at.num_heads], rotated[:, at.num_heads :], value
 
-    def query(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> Tensor:
+    def attention_input(self, w: LayerWeights, x: Tensor) -> Tensor:
+        return self._norm(x, w["attn_norm"])
+
+    def query_map(self, layer: int, w: LayerWeights) -> QueryMap:
         at = self.spec.layers[layer]
         width = at.num_heads * at.head_dim
-        bias = w["qkv_bias"][:width] if self.spec.qkv_bias else None
-        query = F.linear(self._norm(x, w["attn_norm"]), w["qkv"][:width], bias)
-        query = query.view(x.shape[0], at.num_heads, at.head_dim)
-        tables = self.rotary(layer, positions)
-        return query if tables is None else rotate(query, tables)
+        return QueryMap(w["qkv"][:width], w["qkv_bias"][:width] if self.spec.qkv_bias else None)
 
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
         x = x + F.linear(context, w["out"])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
-from hybridgen.models.base import DecoderModel, LayerWeights
+from hybridgen.models.base import DecoderModel, LayerWeights, QueryMap
 from hybridgen.models.config_fields import common_fields, layers_from_config, require_size
 from hybridgen.models.layers import norm
 from hybridgen.models.spec import ModelSpec, TensorSource
@@ -112,11 +112,13 @@ class OPTModel(DecoderModel):
         query, key, value = fused.view(x.shape[0], 3, at.num_heads, at.head_dim).unbind(1)
         return query, key, value
 
-    def query(self, layer: int, w: LayerWeights, x: Tensor, positions: Positions) -> Tensor:
+    def attention_input(self, w: LayerWeights, x: Tensor) -> Tensor:
+        return self._norm(x, w, "attn_norm")
+
+    def query_map(self, layer: int, w: LayerWeights) -> QueryMap:
         at = self.spec.layers[layer]
         width = at.num_heads * at.head_dim
-        query = F.linear(self._norm(x, w, "attn_norm"), w["qkv"][:width], w["qkv_bias"][:width])
-        return query.view(x.shape[0], at.num_heads, at.head_dim)
+        return QueryMap(w["qkv"][:width], w["qkv_bias"][:width])
 
     def finish(self, layer: int, w: LayerWeights, x: Tensor, context: Tensor) -> Tensor:
         x = x + F.linear(context, w["out"], w["out_bias"])

@@ -45,7 +45,7 @@ def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **o
         "model.exact_layers_mode": settings.exact_mode,
     }
     # Defaults are left to the engine, so that they are tested too.
-    if settings.predictor != "x":
+    if settings.predictor not in ("x", "fitted"):  # `fitted` comes with its file, in overrides
         values["attention.predictor"] = settings.predictor
     if settings.dropped != "share":
         values["attention.dropped"] = settings.dropped

@@ -120,7 +120,7 @@ class Settings(Rule):
     window: int = 64
     sinks: int = 4
     lookahead: Literal["select", "logits", "off"] = "select"
-    predictor: Literal["x", "delta"] = "x"
+    predictor: Literal["x", "delta", "fitted"] = "x"
     dropped: Literal["share", "renormalise"] = "share"  # of `logits`
     exact_layers: tuple[int, ...] = (0,)
     exact_mode: Literal["resident", "select"] = "resident"
@@ -402,6 +402,8 @@ class DenseModel:
         self.head_dim = int(self.config.get("head_dim") or self.config["hidden_size"] // self.heads)
         self.vocab_size = int(self.config["vocab_size"])
         self.inv_freq = None if self.opt else self._inverse_frequencies()
+        # Predictor `fitted`, by whoever made them: of each layer, weight [heads * head_dim, hidden] and bias, float64.
+        self.fitted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -423,9 +425,12 @@ class DenseModel:
         name = "self_attn_layer_norm" if self.opt else "input_layernorm"
         return self.norm(f"{self.prefix}.layers.{layer}.{name}", x)
 
-    def query(self, layer: int, x: Tensor, first: int) -> Tensor:
-        """[heads, tokens, head_dim], rotated; `x` is the layer's input before its norm."""
+    def query(self, layer: int, x: Tensor, first: int, fitted: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[heads, tokens, head_dim], rotated; `x` is the layer's input before its norm. fitted: weight and bias in
+        place of the layer's projection."""
         normed = self.attention_input(layer, x)
+        if fitted is not None:
+            return self._as_heads(F.linear(normed, *fitted), first, rotate=True)
         return self._heads(f"{self.prefix}.layers.{layer}.self_attn.q_proj", normed, first, rotate=True)
 
     def key_value(self, layer: int, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -456,11 +461,14 @@ class DenseModel:
         return F.linear(x, self.weights[f"{self.prefix}.embed_tokens.weight" if tied else "lm_head.weight"])
 
     def _heads(self, name: str, normed: Tensor, first: int, rotate: bool) -> Tensor:
-        heads = self.linear(name, normed).reshape(normed.shape[0], -1, self.head_dim).transpose(0, 1)
+        return self._as_heads(self.linear(name, normed), first, rotate)
+
+    def _as_heads(self, projected: Tensor, first: int, rotate: bool) -> Tensor:
+        heads = projected.reshape(projected.shape[0], -1, self.head_dim).transpose(0, 1)
         if self.inv_freq is None or not rotate:
             return heads
         # float32 angles and tables are part of the models' definition (transformers computes them so).
-        positions = torch.arange(first, first + normed.shape[0], dtype=torch.float32)
+        positions = torch.arange(first, first + projected.shape[0], dtype=torch.float32)
         angle = positions[:, None] * self.inv_freq
         cos, sin = angle.cos().double(), angle.sin().double()
         a, b = heads.chunk(2, dim=-1)
@@ -592,8 +600,11 @@ class DenseSimulation:
     def _predicted_query(self, layer: int, inputs: Sequence[Tensor], query: Tensor) -> Tensor:
         """q' of this layer, from what is known when the layer before it begins: this layer's own norm, projection
         and position, on `x`, the input of the layer before, or on `delta`, the same plus what the previous token's
-        residual gained in that layer. `query` is the true one, for tests that replace the prediction by it."""
+        residual gained in that layer. `fitted`: as `x`, with another projection in place of the layer's. `query` is
+        the true one, for tests that replace the prediction by it."""
         before = inputs[layer - 1]
+        if self.settings.predictor == "fitted":
+            return self.model.query(layer, before, self.length, self.model.fitted[layer])
         if self.settings.predictor == "delta":
             before = before + self.changes[layer - 1]
         return self.model.query(layer, before, self.length)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridgen.engine.llm import LLM
+from tests.equivalence.fitted_maps import write_maps
 from tests.equivalence.tiny_models import TINY_MODELS, save_tiny_model
 
 PROMPT_LENGTHS = (230, 97, 180)
@@ -73,6 +74,17 @@ def test_greedy_tokens_by_partial_keys_and_pages(
 ) -> None:
     model = save_tiny_model(name, directory)
     overrides = {"attention.lookahead": lookahead, **scores}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
+@pytest.mark.parametrize("lookahead", ["select", "logits"])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["llama-gqa3", "opt"])
+def test_greedy_tokens_by_fitted_maps(name: str, share: float, lookahead: str, directory: Path) -> None:
+    model, maps = save_tiny_model(name, directory), directory / "maps.safetensors"
+    write_maps(model, maps)
+    overrides: dict[str, object] = {"selection.keep": 0.2, "attention.lookahead": lookahead}
+    overrides |= {"attention.predictor": str(maps), "placement.weights_on_gpu": share}
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 

@@ -32,7 +32,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (default.selection.keep, default.selection.keep_mass, default.selection.min_keep) == (0.3, 0.95, 64)
     assert default.attention.lookahead == "select"
     assert default.model.weights == "auto"
-    assert default.model.exact_layers == (0, 1, 2)
+    assert default.model.exact_layers == "auto"  # 0, 1 and 2 where no file says otherwise
     assert (default.run.gen, default.run.batch, default.run.seed) == (32, 1, 0)
     assert default.schedule.mode == "fixed"
     assert default.sampling.temperature == 0.0
@@ -154,6 +154,8 @@ WRONG = [
     ("model.extend_positions", "yes please", "bool"),
     ("model.extend_positions", 1, "bool"),
     ("attention.lookahead", "maybe", "'off'"),
+    ("attention.predictor", "y", "FILE.safetensors"),
+    ("attention.predictor", 1, "str"),
     ("schedule.mode", "chaos", "fixed, feedback, paper or replay:FILE"),
     ("schedule.mode", "replay:", "fixed, feedback, paper or replay:FILE"),
     ("schedule.target_ms", 0.0, "> 0"),
