@@ -44,7 +44,7 @@ from hybridgen.types import DTYPES
 
 DEFAULT_SEQ = 32 * 1024
 BATCHES = tuple(2**power for power in range(9))  # of `--batch auto`
-SEARCH_WINDOW = 64  # tokens beside the KV that is placed; FlexGen has none, and this engine needs a block
+SEARCH_WINDOW = 1  # tokens beside the KV that is placed: FlexGen has none; two blocks of room there are in any case
 _SEARCHED: dict[Attention, str] = {"gpu": "aog", "cpu": "aoc"}
 _LEFT_OUT = ("--strategy", "--batch", "--device", "--weights", "--seed")
 _NO_LIMIT = 1 << 60
@@ -139,6 +139,8 @@ def limits_there(config: Config, hardware: Hardware) -> Limits:
 
 
 def _search(hardware: Hardware, given: Settings, any_batch: bool) -> dict[str, Any]:
+    if "placement.kv_on_gpu" in given:
+        raise ConfigError("placement.kv_on_gpu without --strategy: the search chooses it (allowed here: leave it out)")
     narrow: Settings = {"cache.gpu_window": Setting(SEARCH_WINDOW, "the search's default")}
     configs: dict[Attention, Config] = {
         attention: build_config(merge_settings(load_strategy(name), narrow, given))
@@ -162,7 +164,7 @@ def _search(hardware: Hardware, given: Settings, any_batch: bool) -> dict[str, A
         raise InsufficientMemoryError(
             f"{choice.spec.name} with {grid.batches[0]} x {capacity} tokens does not fit on {hardware.name}, wherever "
             f"weights and KV lie; with as little as can be on the GPU\n{plan.describe(*limits)}\n"
-            f"disk: {format_bytes(hardware.disk_bytes)}; give a smaller --seq, --batch or --model"
+            f"disk: {format_bytes(hardware.disk_bytes)}; give a smaller --seq, --batch, --gpu-window or --model"
         )
     flags, missing = flags_of(found, given)
     notes += [f"{path} is not a setting of this version: without it the command does less" for path in missing]
@@ -185,6 +187,8 @@ def _of_strategy(name: str, hardware: Hardware, given: Settings) -> dict[str, An
     config = settled.config
     share = config.placement.weights_on_gpu
     assert share != "auto"
+    if any(map(chooses, settled.modes)):
+        notes.append("predicted is --schedule fixed: what feedback leaves out or adds is not modelled")
     by_text = config.selection.keep_mass is not None or config.selection.alpha is not None
     if by_text and any(map(chooses, settled.modes)):
         notes.append("how many rows are kept depends on the text: predicted is the most, of selection.keep")
@@ -217,8 +221,9 @@ def flags_of(placed: Placed, given: Settings) -> tuple[str, list[str]]:
         "run.seq": config.run.seq or DEFAULT_SEQ,
         "run.gen": config.run.gen,
         "run.batch": policy.batch,
-        "cache.gpu_window": config.cache.gpu_window,
     }
+    if policy.kv.gpu in (0.0, 1.0):  # else placement.kv_on_gpu says what the window is
+        fixed["cache.gpu_window"] = config.cache.gpu_window
     if policy.num_micro_batches > 1:
         fixed["runtime.micro_batch"] = policy.micro_batch
     later: Mapping[str, float] = {

@@ -25,7 +25,12 @@ check import-linter importlinter "$PY" -c 'from importlinter.cli import lint_imp
 
 echo "test: pytest"
 status=0
-"$PY" -m pytest -m "not slow and not gpu" "$@" || status=$?
+workers=()
+if "$PY" -c "import xdist" 2>/dev/null; then # a process for each core, each with one thread
+    workers=(-n "$(nproc)" --dist worksteal)
+    export OMP_NUM_THREADS=1
+fi
+"$PY" -m pytest -m "not slow and not gpu" "${workers[@]}" "$@" || status=$?
 if [ -n "$failed" ]; then
     echo "test: these checkers found faults (above):$failed" >&2
     exit 1

@@ -136,7 +136,8 @@ def _files(choice: ModelChoice, config: Config, plan: MemoryPlan, batch: int, ca
     if copy is not None:
         needed += copy.nbytes
         require_space(copy.path.parent, needed, "a copy of the decoder layers, to be read from disk,")
-        notes.append(f"{copy.nbytes / 1e9:.1f} GB of weights are written once, for later runs as well: {copy.path}")
+        size = f"{copy.nbytes / 1e9:.1f} GB"
+        notes.append(f"{size} of weights are written once to {copy.path.parent}, for later runs as well")
     if kv is not None:
         require_space(folder, needed + kv.file_bytes, "the KV cache's share on disk" + (" and weights" if copy else ""))
         notes.append(f"{format_bytes(kv.file_bytes)} of the KV cache lie in a file")

@@ -24,7 +24,7 @@ from hybridgen.kv_cache.disk_rows import DiskLayout, disk_layout
 from hybridgen.kv_cache.host_keys import KeyStorage, value_part
 from hybridgen.kv_cache.layout import WindowLayout, disk_rows, host_shape
 from hybridgen.kv_cache.partial_keys import Skews, skew_shape
-from hybridgen.models import family_of, query_maps, spec_of
+from hybridgen.models import family_of, gguf_file, query_maps, spec_of
 from hybridgen.models.base import DecoderModel, QueryMap
 from hybridgen.models.checkpoint import ModelLocation, checkpoint_key, download, fetch_config, locate, open_checkpoint
 from hybridgen.models.hf_directory import weight_files
@@ -193,6 +193,8 @@ def file_to_write(choice: ModelChoice, config: Config) -> LayerFile | None:
     None: they are read where they are, or an earlier start wrote it.
     """
     location, directory = choice.location, choice.location.directory
+    if directory is None and location.gguf is not None:
+        directory = gguf_file.converted(location.gguf)
     form = weight_format(config, choice.dtype)
     if config.model.weights == "random":
         file = own_file(choice, choice.spec, config, None)

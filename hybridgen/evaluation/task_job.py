@@ -285,7 +285,11 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     for index, condition in enumerate(report["conditions"][1:], start=1):
         budgets = [task["results"][index]["budget"] for task in report["tasks"] if task["results"]]
         if budgets and min(budgets) == 1.0:
-            notes.append(f"{condition['name']}: everything was attended to; a smaller --gpu-window leaves a choice")
+            notes.append(
+                f"{condition['name']}: everything was attended to. Rows leave the device in blocks of 64, after sinks "
+                "and window: longer questions (--num-fewshot), a smaller --gpu-window and --min-keep 0 leave a choice; "
+                "what evicts goes by eviction.recent and eviction.heavy"
+            )
     for task in report["tasks"]:
         if task["cut_requests"]:
             notes.append(f"{task['name']}: {task['cut_requests']} texts were too long for the model: their ends count")

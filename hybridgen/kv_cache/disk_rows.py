@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridgen.errors import DiskError
 from hybridgen.kv_cache.host_keys import HostKeys, PackedRows, PlainKeys
 from hybridgen.kv_cache.staging import Staging
 from hybridgen.offload.disk import BORDER_BYTES, DiskFile, DiskReader, FileRange, ReadTicket, room_for
@@ -93,8 +94,15 @@ class _Flight:
     reads: list[ReadTicket]
 
     def wait(self) -> None:
+        """All of them, also after one that failed: none may still be writing when the caller goes on."""
+        failed: DiskError | None = None
         for read in self.reads:
-            read.wait_host()
+            try:
+                read.wait_host()
+            except DiskError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
 
 class DiskTier:
@@ -154,13 +162,15 @@ class DiskTier:
 
         They stay until the copies are over that `leave` is told of; it has to be called before the next `bring`.
         """
-        flight = self._flights.pop(layer, None)
+        flight = self._flights.get(layer)
         if flight is None or flight.lengths != lengths:
             if flight is not None:
                 flight.wait()
-            flight = self._send(layer, lengths)
+                del self._flights[layer]
+            flight = self._flights[layer] = self._send(layer, lengths)
         before = time.perf_counter()
         flight.wait()
+        del self._flights[layer]
         self._transfer.telemetry.host_time("disk_wait", layer, before, time.perf_counter())
         self._order.remove(flight.turn)
         self._order.append(flight.turn)

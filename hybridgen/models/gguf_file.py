@@ -88,6 +88,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return _config(_parse(path))
 
 
+def converted(path: Path) -> Path | None:
+    """The directory that `convert` made of the file on an earlier call, if there is one."""
+    done = _cache_directory(path)
+    return done if _is_complete(done) else None
+
+
 def convert(path: Path) -> Path:
     """The Hugging Face directory of a GGUF file, made on the first call, found on later ones.
 

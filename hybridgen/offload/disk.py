@@ -58,6 +58,7 @@ class ReadTicket(Ticket):
     def __init__(self, data: Tensor, pieces: Sequence[Future[None]]) -> None:
         self.data = data  # uint8 [nbytes]: where the range comes to lie; valid after a wait
         self._pieces = list(pieces)
+        self._failed: BaseException | None = None
 
     def wait(self) -> None:
         """The device's streams cannot wait for a disk: the host does."""
@@ -65,12 +66,11 @@ class ReadTicket(Ticket):
 
     def wait_host(self) -> None:
         """From now on, the host sees the range; DiskError if it could not be read."""
-        failed: BaseException | None = None
         for piece in self._pieces:  # all of them: none may still be writing when the caller goes on
-            failed = piece.exception() or failed
+            self._failed = piece.exception() or self._failed
         self._pieces.clear()
-        if failed is not None:
-            raise failed
+        if self._failed is not None:
+            raise self._failed
 
 
 class DiskReader:

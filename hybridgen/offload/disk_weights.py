@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,9 +179,13 @@ class DiskStages:
         To be copied from until `let_go` says by which tickets.
         """
         stage = self._of(layer)
-        reads, stage.reads = stage.reads, []
-        for read in reads:
-            read.wait_host()
+        try:
+            for read in stage.reads:
+                read.wait_host()
+        except BaseException:
+            stage.layer = None  # it is not there: whoever tries again has it read again
+            raise
+        stage.reads = []
         return stage.arriving
 
     def let_go(self, layer: int, copies: Sequence[Ticket]) -> None:
@@ -193,15 +198,15 @@ class DiskStages:
     def close(self) -> None:
         """Let what is under way arrive, before its memory goes."""
         for stage in self._stages:
-            for ticket in (*stage.reads, *stage.copies):
+            _settle(stage.reads)
+            for ticket in stage.copies:
                 ticket.wait_host()
 
     def _of(self, layer: int) -> _Stage:
         return next(stage for stage in self._stages if stage.layer == layer)
 
     def _read(self, stage: _Stage, layer: int) -> None:
-        for read in stage.reads:
-            read.wait_host()  # of a step that was broken off
+        _settle(stage.reads)  # of a step that was broken off
         # The threads wait for the device's copies, lest the host do; a lazy engine's are done by whoever waits.
         after = stage.copies if self._device.type == "cuda" else []
         for copy in stage.copies if not after else ():
@@ -216,3 +221,10 @@ class DiskStages:
                 stage.reads.append(read)
                 stage.arriving[name].append(read.data)
                 start = end
+
+
+def _settle(reads: Sequence[Ticket]) -> None:
+    """They are over; nobody wants what they read, so a failure is nobody's."""
+    for read in reads:
+        with suppress(DiskError):
+            read.wait_host()

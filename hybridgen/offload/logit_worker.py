@@ -283,7 +283,9 @@ class LogitWorker:
             self._unsettled.append((job, stage, layer, (buffers, *reads)))
             self._transfer.copy_and_signal(buffers.query.device_view, query, buffers.last_use, start, buffers.turn)
         except BaseException:
-            # It is done by some older query, and nobody looks: but those behind it get their turn.
+            # It is done by some older query, and nobody looks: but those behind it get their turn. Not before the
+            # device has set the word for the job before, which would put it back.
+            buffers.last_use.wait_host()
             start.tensor.view(torch.uint32).fill_(buffers.turn)
             raise
 

@@ -238,6 +238,7 @@ class LayerWeightStore:
         before = self._slots[slot]
         if before is not None:
             del self._ready[before]
+            self._slots[slot] = None  # also if the new layer does not get here
         transfer, resident, views = self._transfer, self._resident[layer], self._views[slot][layer]
         split, host = self._host.split.layers[layer], self._host.layers[layer]
         tickets: dict[str, list[Ticket]] = {name: [] for name in views}
@@ -270,15 +271,17 @@ class LayerWeightStore:
                     bring(name, 0, resident[name], crosses=False)
         if self._stages is not None:  # last: the host may have to wait for the disk
             read = self._stages.take(layer)
-            with transfer.beside(free, "weights"), span():
-                copies = []
-                for name, pieces in read.items():
-                    row = split.shapes[name][0] - split.disk_rows[name]
-                    (_, *width), dtype = self._host.form.stored(split.shapes[name])
-                    for piece in pieces:
-                        rows = piece.view(dtype).view(-1, *width)
-                        copies.append(bring(name, row, rows))
-                        row += rows.shape[0]
-            self._stages.let_go(layer, copies)
+            copies: list[Ticket] = []
+            try:
+                with transfer.beside(free, "weights"), span():
+                    for name, pieces in read.items():
+                        row = split.shapes[name][0] - split.disk_rows[name]
+                        (_, *width), dtype = self._host.form.stored(split.shapes[name])
+                        for piece in pieces:
+                            rows = piece.view(dtype).view(-1, *width)
+                            copies.append(bring(name, row, rows))
+                            row += rows.shape[0]
+            finally:
+                self._stages.let_go(layer, copies)
         self._slots[slot] = layer
         self._ready[layer] = _StagedLayer({**resident, **views}, tickets)

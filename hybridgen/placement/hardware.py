@@ -8,6 +8,7 @@ of the GPU that it names, and the host's memory is not known.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -119,9 +120,10 @@ _BY_KEY_TYPE = "cpu_scan_by_key_type_gb_per_s"
 
 
 def hardware_names() -> list[str]:
-    """The machines that ship in configs/hardware."""
+    """The machines with a GPU that ship in configs/hardware."""
     folder = configs_dir() / "hardware"
-    return sorted(path.stem for suffix in ("*.yaml", "*.json") for path in folder.glob(suffix))
+    measured = [path for path in folder.glob("*.json") if json.loads(path.read_text(encoding="utf-8")).get("gpu")]
+    return sorted(path.stem for path in (*folder.glob("*.yaml"), *measured))
 
 
 def load_hardware(name_or_file: str) -> Hardware:

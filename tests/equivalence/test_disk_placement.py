@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridgen.errors import DiskError
+from hybridgen.offload.disk import _OpenFile
 from hybridgen.offload.transfer import LazyTransfer, Ticket
 from tests.equivalence.against_engine import engine
 from tests.equivalence.dense_simulation import Settings
@@ -51,6 +53,32 @@ def test_a_grid_over_three_tiers(zoo: ModelZoo, name: str, kind: str, tmp_path: 
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (micro_batch, gpu, disk)
     files = list((tmp_path / "offload").glob("*"))
     assert len(files) == (0 if kind == "in place" else 1), "written once, or not at all"
+
+
+@pytest.mark.parametrize("transfer", ["lazy", "immediate"])
+@pytest.mark.parametrize("nth", [1, 9, 20, 41, 55])
+def test_a_read_that_fails_once(zoo: ModelZoo, nth: int, transfer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is lost; the next one gets the right weights, whichever slot was being filled."""
+    shares = {"placement__weights_on_gpu": 0.3, "placement__weights_on_disk": 0.5, "runtime__transfer": transfer}
+    prompts = [random_tokens(zoo.dense("llama-gqa2").vocab_size, 60, seed=1)]
+    with engine(zoo.directory("llama-gqa2"), SETTINGS, placement__weights_on_gpu=1.0) as llm:
+        expected = llm.generate(prompts, 4, ignore_eos=True).output_ids
+    read, reads = _OpenFile.read, 0
+
+    def flaky(self: Any, memory: memoryview, offset: int) -> int:
+        nonlocal reads
+        reads += 1
+        if reads == nth:
+            raise DiskError("once")
+        return read(self, memory, offset)
+
+    monkeypatch.setattr(_OpenFile, "read", flaky)
+    with engine(zoo.directory("llama-gqa2"), SETTINGS, **shares) as llm:
+        with pytest.raises(DiskError, match="once"):
+            for _ in range(3):
+                llm.generate(prompts, 4, ignore_eos=True)
+        for _ in range(2):
+            assert llm.generate(prompts, 4, ignore_eos=True).output_ids == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])

@@ -93,6 +93,15 @@ def test_the_command_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
 
 
+def test_a_share_of_the_kv_on_the_gpu_is_said_once(tmp_path: Path) -> None:
+    """Not beside the window that it stands for: `run` takes one of them."""
+    argv = ("--model", "smollm2-135m", "--seq", "1k", "--gen", "4", "--hardware", "rtx-4090", "--gpu-memory", "1150MiB")
+    report = predicted(tmp_path, *argv)
+    assert 0 < report["policy"]["kv"]["gpu"] < 1
+    assert "placement.kv_on_gpu=" in report["run"] and "--gpu-window" not in report["run"]
+    assert main([*argv, "--set", "placement.kv_on_gpu=0.5"]) == 2, "the search chooses it"
+
+
 @pytest.mark.parametrize("strategy", strategy_names())
 def test_every_strategy_has_a_prediction(tmp_path: Path, strategy: str) -> None:
     flags = ("--strategy", strategy, "--batch", "2", "--hardware", "example")

@@ -376,7 +376,8 @@ class Blocker(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocker())
 import pkgutil, importlib, hybridgen
 for module in pkgutil.walk_packages(hybridgen.__path__, "hybridgen."):
-    if not module.name.endswith(("__main__", "_kernel", "_cuda")):  # kernels need Triton, and a GPU
+    # Kernels need Triton, and a GPU; the harness's model needs the harness.
+    if not module.name.endswith(("__main__", "_kernel", "_cuda", "lm_eval_model")):
         importlib.import_module(module.name)
 from hybridgen import run
 status = run.main(sys.argv[2:])
