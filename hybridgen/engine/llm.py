@@ -21,6 +21,7 @@ from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.generation import Generation, generate
 from hybridgen.engine.layer_factory import KVMemory, LayerFactory
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
+from hybridgen.engine.prefill import Prefill
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, is_steered
@@ -130,6 +131,7 @@ class LLM:
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
         fitted = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
+        self._prefill = Prefill(self.model, self._machine.weights, chunk)
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)
@@ -251,18 +253,18 @@ class LLM:
         mirrors: Sequence[Batch] = (),
         progress: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Append prompt tokens to each sequence; see `Runner.prefill`."""
+        """Append prompt tokens to each sequence; see `Prefill.run`."""
         self._transfer.follow()
         self._machine.threads.use_all()
-        return self._runner.prefill(batch, prompts, mirrors, progress)
+        return self._prefill.run(batch, prompts, mirrors, progress)
 
     def prefill_scored(
         self, batch: Batch, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Append prompt tokens to each sequence and judge what follows them; see `Runner.prefill_scored`."""
+        """Append prompt tokens to each sequence and judge what follows them; see `Prefill.scored`."""
         self._transfer.follow()
         self._machine.threads.use_all()
-        return self._runner.prefill_scored(batch, prompts, targets)
+        return self._prefill.scored(batch, prompts, targets)
 
     def decode(self, batch: Batch, tokens: Sequence[int] | Tensor) -> Tensor:
         """One token of each sequence -> float32 next-token logits [B, vocab]; see `Runner.decode_step`."""

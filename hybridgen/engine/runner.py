@@ -7,14 +7,13 @@ i's input; the rows it finds are fetched beside the scan for layer i + 2 (Hybrid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch
-from hybridgen.engine.prefill import Prefill
 from hybridgen.models.base import DecoderModel, QueryMap
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.pieces import Pieces
@@ -39,7 +38,6 @@ class Runner:
         self._weights = weights
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
-        self._prefill = Prefill(model, weights, prefill_chunk)
         self._fitted = fitted
 
     @torch.inference_mode()
@@ -144,22 +142,6 @@ class Runner:
             return self.model.query(layer, weights, guess, state.positions, self._fitted.get(layer))
 
         return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict, lasts=False)
-
-    def prefill(
-        self,
-        batch: Batch,
-        prompts: Sequence[Sequence[int]],
-        mirrors: Sequence[Batch] = (),
-        progress: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """Append prompt tokens to every sequence, exactly; as of `Prefill.run`."""
-        return self._prefill.run(batch, prompts, mirrors, progress)
-
-    def prefill_scored(
-        self, batch: Batch, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, Tensor]:
-        """As `prefill`, and what the model says of given tokens; as of `Prefill.scored`."""
-        return self._prefill.scored(batch, prompts, targets)
 
     def _check_step(self, batch: Batch, tokens: Tensor) -> None:
         """Before anything changes: a token for each sequence, and room for it."""

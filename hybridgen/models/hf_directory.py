@@ -204,10 +204,15 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def free_bytes(folder: Path) -> int:
+    """Free on the disk of a folder that need not exist yet."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
 def require_disk_space(folder: Path, needed: int, purpose: str, remedy: str) -> None:
     """CheckpointError if the disk of `folder` (which need not exist yet) has no `needed` bytes free."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if needed > free:
         raise CheckpointError(
             f"not enough disk space: {purpose} needs {needed / 1e9:.1f} GB in {folder}, "

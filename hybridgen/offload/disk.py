@@ -14,7 +14,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from hybridgen.errors import DiskError
 from hybridgen.models.gguf_file import cache_root
+from hybridgen.models.hf_directory import free_bytes
 from hybridgen.offload.transfer import Ticket
 from hybridgen.telemetry import Telemetry
 
@@ -226,12 +226,6 @@ def _read_all(descriptor: int, memory: memoryview, offset: int) -> int:
         if read == 0 or done % SECTOR_BYTES:  # only a file's end lies within a sector
             break
     return done
-
-
-def free_bytes(folder: Path) -> int:
-    """Free on the disk of a folder that need not exist yet."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
 
 
 def require_space(folder: Path, needed: int, purpose: str) -> None:
