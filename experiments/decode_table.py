@@ -23,6 +23,8 @@ OPT = ("--model", "opt-13b", "--seq", "32k")
 LLAMA = ("--model", "llama-3.1-8b", "--seq", "131000")
 OPT4K = ("--model", "opt-13b", "--seq", "4k", "--batch", "8", "--gpu-memory", "32GiB")
 OPT512 = ("--model", "opt-13b", "--seq", "512", "--batch", "8")
+OPT768 = ("--model", "opt-13b", "--seq", "768", "--batch", "8")
+OPT1K = ("--model", "opt-13b", "--seq", "1k", "--batch", "8")
 TWO = ("--set", "runtime.micro_batch=4")
 BUDGET = ("--gpu-memory", "32GiB", "--gpu-window", "512")
 TENTH = ("--keep", "0.1")
@@ -60,6 +62,10 @@ ROWS = (
     Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 512 x 8 aoc", (*OPT512, "--strategy", "aoc", "--gpu-window", "64")),
     Row("opt-13b 512 x 8 moe-lightning, two", (*OPT512, "--strategy", "moe-lightning", *TWO)),
+    Row("opt-13b 768 x 8 aoc", (*OPT768, "--strategy", "aoc", "--gpu-window", "64")),
+    Row("opt-13b 768 x 8 moe-lightning, two", (*OPT768, "--strategy", "moe-lightning", *TWO)),
+    Row("opt-13b 1k x 8 aoc", (*OPT1K, "--strategy", "aoc", "--gpu-window", "64")),
+    Row("opt-13b 1k x 8 moe-lightning, two", (*OPT1K, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 512 x 8, weights on the host", (*OPT512, "--strategy", "full", "--weights-on-gpu", "0")),
     Row("llama-3.1-8b 64k in 24 GiB", ("--model", "llama-3.1-8b", "--seq", "64k", "--gpu-memory", "24GiB", *TENTH)),
 )  # fmt: skip

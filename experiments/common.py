@@ -1,0 +1,208 @@
+"""What the experiments share: a grid of points, one JSON file a point, and one style of picture.
+
+An experiment is a file that declares an `Experiment` and hands it to `main`:
+
+    python experiments/NAME.py [run] [--out DIR] [--smoke] [--part 1/2]   # measures what has no file in DIR yet
+    python experiments/NAME.py plot FILE ... [--png PICTURE]              # table and picture, from JSON alone
+
+A point's file is named by a hash of its settings, and written whole; a run that was killed goes on where it was. `run`
+ends by writing all points of the grid to DIR/NAME.json, which is what lies in experiments/results, and the picture
+beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import importlib
+import io
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from hybridgen.engine.report import current_commit
+from hybridgen.info import cpu_info, versions
+from hybridgen.machine import this_cores, this_gpu
+from hybridgen.output import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Settings = Mapping[str, Any]
+Result = dict[str, Any]
+SMOKE_MODEL = ("--model", "smollm2-135m", "--weights", "random", "--device", "cpu")
+RESULTS = Path("build/experiments")
+WIDTH, HEIGHT = 7.0, 4.2  # inches, of one panel
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. settings: all that its result depends on, but the code and the machine; JSON values."""
+
+    name: str
+    settings: Settings
+
+    @property
+    def file_name(self) -> str:
+        key = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:10]
+        return f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in self.name)}-{key}.json"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """name: of its results. measure: a point's result, as JSON values. table, draw: from the points of a JSON file."""
+
+    name: str
+    about: str
+    points: Callable[[argparse.Namespace], Sequence[Point]]
+    measure: Callable[[Point], Result]
+    table: Callable[[Sequence[Result]], str]
+    draw: Callable[[Sequence[Result]], Figure] | None = None
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if a point could not be measured; the others are measured all the same.
+
+    Flags without a command are those of `run`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words.insert(0, "run")
+    parser = argparse.ArgumentParser(description=experiment.about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="measure the points that have no file yet, then table and picture")
+    runs.add_argument("--out", type=Path, metavar="DIR", help=f"where the points' files lie (default {RESULTS}/NAME)")
+    runs.add_argument("--smoke", action="store_true", help="a small grid on a tiny or small model, for a test")
+    runs.add_argument("--part", type=_parse_part, default=(1, 1), metavar="n/N", help="the n-th of N parts of the grid")
+    experiment.add_flags(runs)
+    plots = commands.add_parser("plot", help="table and picture of what was measured")
+    plots.add_argument("files", type=Path, nargs="+", metavar="FILE", help="NAME.json of one or more runs")
+    plots.add_argument("--png", type=Path, metavar="FILE", help="the picture (default: beside the first file)")
+    arguments = parser.parse_args(words)
+    if arguments.command == "run":
+        return _run(experiment, arguments)
+    points = [point for file in arguments.files for point in load(file)]
+    _show(experiment, points, arguments.png or arguments.files[0].with_suffix(".png"))
+    return 0
+
+
+def load(file: Path) -> list[Result]:
+    """The points of a NAME.json: name, settings, result, provenance."""
+    found: list[Result] = json.loads(file.read_text(encoding="utf-8"))["points"]
+    return found
+
+
+def call(command: str, *flags: str | int | float) -> Result:
+    """The report of `python -m hybridgen.COMMAND FLAGS`, in this process; what it prints is kept for an error."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        module = importlib.import_module(f"hybridgen.{command}")
+        words = [str(flag) for flag in flags]
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            status = module.main([*words, "--report", str(path)])
+        if status != 0:
+            raise RuntimeError(f"hybridgen.{command} {' '.join(words)}: status {status}\n{printed.getvalue()[-2000:]}")
+        report: Result = json.loads(path.read_text(encoding="utf-8"))
+        return report
+
+
+def provenance() -> Result:
+    """By what, where and when something was measured."""
+    return {
+        "commit": current_commit(),
+        "machine": {"cpu": cpu_info().model, "cores": this_cores(), "gpu": this_gpu()},
+        "versions": versions(),
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def new_figure(rows: int = 1, columns: int = 1, width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Any]:
+    """A figure and its panels (a 2-D array of axes), in the one style of all experiments."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for panel in panels.flat:
+        panel.grid(alpha=0.25, linewidth=0.5)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: the first column begins at its left, the others end at their right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(row[at].rjust(width) if at else row[at].ljust(width) for at, width in enumerate(widths)).rstrip()
+        for row in rows
+    )
+
+
+def _run(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out or RESULTS / (f"{experiment.name}-smoke" if arguments.smoke else experiment.name)
+    out.mkdir(parents=True, exist_ok=True)
+    grid = experiment.points(arguments)
+    number, count = arguments.part
+    mine = [point for index, point in enumerate(grid) if index % count == number - 1]
+    left = [point for point in mine if not (out / point.file_name).exists()]
+    failed = 0
+    with tqdm(total=len(mine), initial=len(mine) - len(left), desc=experiment.name, unit="point") as bar:
+        for point in left:
+            bar.set_postfix_str(point.name)
+            try:
+                result = experiment.measure(point)
+            except Exception as error:
+                failed += 1
+                traceback.print_exc()
+                bar.write(f"{point.name}: {error}", file=sys.stderr)
+                continue
+            content = {
+                "name": point.name,
+                "settings": dict(point.settings),
+                "result": result,
+                "provenance": provenance(),
+            }
+            write_whole("--out", out / point.file_name, json.dumps(content, indent=1))
+            bar.update()
+    files = (out / point.file_name for point in grid)
+    points = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    whole = out / f"{experiment.name}.json"
+    write_whole("--out", whole, json.dumps({"experiment": experiment.name, "points": points}, indent=1))
+    _show(experiment, points, whole.with_suffix(".png"))
+    return 1 if failed else 0
+
+
+def _show(experiment: Experiment, points: Sequence[Result], picture: Path) -> None:
+    """The table; the picture as PNG and PDF, where there is a matplotlib."""
+    if not points:
+        print("nothing was measured yet")
+        return
+    print(experiment.table(points))
+    if experiment.draw is None:
+        return
+    try:
+        import matplotlib  # noqa: F401  (extra `plots`)
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    figure = experiment.draw(points)
+    figure.savefig(picture, dpi=150)
+    figure.savefig(picture.with_suffix(".pdf"), metadata={"CreationDate": None})
+    print(f"picture: {picture}")
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part, such as 1/2")
+    return int(number), int(count)
