@@ -23,7 +23,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +46,14 @@ WIDTH, HEIGHT = 7.0, 4.2  # inches, of one panel
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. settings: all that its result depends on, but the code and the machine; JSON values."""
+    """One measurement. settings: all that its result depends on, but the code and the machine; JSON values.
+
+    given: what measuring needs beside them, folders and the like; it is not written.
+    """
 
     name: str
     settings: Settings
+    given: Settings = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
