@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import tokenizers
@@ -163,7 +164,7 @@ def _name(config: Config, all_configs: Sequence[Config]) -> str:
     ]
     words.append(f"lookahead {config.attention.lookahead}")
     if len({other.attention.predictor for other in all_configs}) > 1:
-        words.append(f"predictor {config.attention.predictor}")
+        words.append(f"predictor {Path(config.attention.predictor).name}")
     if len({other.selection.min_keep for other in all_configs}) > 1:
         words.append(f"min-keep {selection.min_keep}")
     if len({other.cache.gpu_window for other in all_configs}) > 1:
