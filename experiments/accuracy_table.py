@@ -69,11 +69,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
-    """One a task. The smoke test asks eight questions."""
+    """One a task. With --smoke, two made-up questions."""
     if arguments.smoke:
-        arguments.tasks, arguments.limit, arguments.num_fewshot = "rte", 4, 2
-    given = {"data": arguments.data, "texts": arguments.text, "calibrated": arguments.calibrated}
-    given |= {"model": arguments.model, "items": (arguments.out or Path("build")) / "items"}
+        arguments.tasks, arguments.limit, arguments.batch, arguments.device = "rte", 2, 4, "cpu"
+        arguments.data = made_up_questions((arguments.out or Path("build")) / "data")
+    local = {"data": arguments.data, "texts": arguments.text, "calibrated": arguments.calibrated}
+    local |= {"model": arguments.model, "items": (arguments.out or Path("build")) / "items"}
+    local |= {"flags": ("--set", "runtime.torch_threads=1") if arguments.smoke else ()}
     grid = []
     for task in arguments.tasks.split(","):
         settings = {"task": task, "model": Path(arguments.model).name, "keep": arguments.keep}
@@ -85,26 +87,40 @@ def points(arguments: argparse.Namespace) -> list[Point]:
         else:
             settings |= {"num_fewshot": arguments.num_fewshot, "limit": arguments.limit}
             settings |= {"window": SHORT_WINDOW.get(task, arguments.window)}
-        grid.append(Point(task, settings, given))
+        grid.append(Point(task, settings, local))
     return grid
+
+
+def made_up_questions(folder: Path) -> Path:
+    """The folder, in which there is a small file of the task rte now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    things = ("bridge", "lantern", "garden", "harbour", "orchard", "mill", "tower", "ferry")
+    rows = [
+        {"premise": f"The old {thing} was built of {what} before the war and is still in use today.",
+         "hypothesis": f"The {thing} is made of {what}.", "label": 0}
+        for thing, what in zip(things, ("stone", "brass", "clay", "wood") * 2, strict=True)
+    ]  # fmt: skip
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "rte_glue_validation.jsonl").write_text(lines, encoding="utf-8")
+    return folder
 
 
 def measure(point: Point) -> Result:
     """One evaluation with all methods: results by method, against full attention and against hybridgen."""
-    asked, given = point.settings, point.given
+    asked, local = point.settings, point.local
     task = asked["task"]
-    choice = build.choose_model(build_config({"model.name": Setting(given["model"], "--model")}))
-    flags = ["--model", given["model"], "--device", asked["device"], "--dtype", "float32", "--batch", asked["batch"]]
-    flags += ["--tasks", task]
+    choice = build.choose_model(build_config({"model.name": Setting(local["model"], "--model")}))
+    flags = ["--model", local["model"], "--device", asked["device"], "--dtype", "float32", "--batch", asked["batch"]]
+    flags += ["--tasks", task, *local["flags"]]
     if task == "perplexity":
         prompt, steps = asked["context"], asked["decode"]
         flags += ["--context", prompt, "--decode", steps, "--passages", asked["passages"]]
-        flags += [word for text in given["texts"] for word in ("--text", text)]
+        flags += [word for text in local["texts"] for word in ("--text", text)]
     else:
-        prompt, steps = lengths(choice, asked, given["data"])
-        flags += ["--data", given["data"], "--num-fewshot", asked["num_fewshot"], "--out", given["items"]]
+        prompt, steps = lengths(choice, asked, local["data"])
+        flags += ["--data", local["data"], "--num-fewshot", asked["num_fewshot"], "--out", local["items"]]
         flags += [] if asked["limit"] is None else ["--limit", asked["limit"]]
-    conditions = matched(asked, given["calibrated"], choice.spec.num_layers, prompt, steps)
+    conditions = matched(asked, local["calibrated"], choice.spec.num_layers, prompt, steps)
     first, *others = (dict(one) for one in conditions.values())
     flags += ["--strategy", first.pop("strategy")]
     flags += [word for one in first.items() for word in ("--set", _pair(one))]
@@ -115,8 +131,8 @@ def measure(point: Point) -> Result:
         results = report["pooled"] or report["texts"][0]["results"]
         return {**result, "results": results, "by_text": [one["results"] for one in report["texts"]]}
     found = report["tasks"][0]
-    data = load_task(find_task(task), given["data"], asked["limit"], asked["num_fewshot"])
-    items = _items(given["items"] / found["items"])
+    data = load_task(find_task(task), local["data"], asked["limit"], asked["num_fewshot"])
+    items = _items(local["items"] / found["items"])
     turned = {
         number: {**item, "results": item["results"][1:], "attended": item["attended"][1:]}
         for number, item in items.items()
@@ -161,15 +177,15 @@ def matched(
         changes |= {"selection.min_keep": 0, "selection.keep": asked["keep"]}
         strategy = method.split(",")[0]
         modes = layer_modes(build_config(_settings(strategy, changes)), num_layers)
-        exact, local = fmean(not chooses(mode) for mode in modes), _local(asked["window"], prompt, steps, modes)
-        if local == 1.0:
+        exact, beside = fmean(not chooses(mode) for mode in modes), _beside(asked["window"], prompt, steps, modes)
+        if beside == 1.0:
             raise ValueError(
                 f"{asked['task']}: {prompt} tokens leave nothing for the host beside a window of {asked['window']}"
             )
         if budget is None:
-            budget = exact + (1 - exact) * (local + asked["keep"] * (1 - local))
+            budget = exact + (1 - exact) * (beside + asked["keep"] * (1 - beside))
         each = (budget - exact) / (1 - exact)
-        changes["selection.keep"] = round((each - local) / (1 - local), 6)
+        changes["selection.keep"] = round((each - beside) / (1 - beside), 6)
         found[method] = {"strategy": strategy, **changes}
     assert budget is not None
     for method in EVICTING:
@@ -181,7 +197,7 @@ def matched(
     return found
 
 
-def _local(window: int, prompt: int, steps: int, modes: Sequence[str]) -> float:
+def _beside(window: int, prompt: int, steps: int, modes: Sequence[str]) -> float:
     """Share of the context that lies on the device, mean over the layers that choose."""
     layout = WindowLayout(SINKS, window)
     layers = [layer for layer, mode in enumerate(modes) if chooses(mode)]
@@ -299,5 +315,7 @@ def _means(results: Sequence[Result]) -> dict[str, Any]:
     return {method: means[at]["against_full"] for at, method in enumerate(by_task["piqa"]["methods"]) if at}
 
 
+EXPERIMENT = Experiment("accuracy_table", __doc__ or "", points, measure, table, draw, add_flags)
+
 if __name__ == "__main__":
-    sys.exit(main(Experiment("accuracy_table", __doc__ or "", points, measure, table, draw, add_flags)))
+    sys.exit(main(EXPERIMENT))

@@ -1,6 +1,6 @@
 """What the experiments share: a grid of points, one JSON file a point, and one style of picture.
 
-An experiment is a file that declares an `Experiment` and hands it to `main`:
+An experiment is a file that declares an `Experiment`, as EXPERIMENT, and hands it to `main`:
 
     python experiments/NAME.py [run] [--out DIR] [--smoke] [--part 1/2]   # measures what has no file in DIR yet
     python experiments/NAME.py plot FILE ... [--png PICTURE]              # table and picture, from JSON alone
@@ -15,21 +15,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import hashlib
 import importlib
 import io
 import json
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from hybridgen.engine.report import current_commit
+from hybridgen.errors import HybridGenError
 from hybridgen.info import cpu_info, versions
 from hybridgen.machine import this_cores, this_gpu
 from hybridgen.output import write_whole
@@ -39,7 +44,10 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, Any]
 Result = dict[str, Any]
-SMOKE_MODEL = ("--model", "smollm2-135m", "--weights", "random", "--device", "cpu")
+# One thread: where other tests run beside it, threads of torch that wait for each other take minutes.
+SMOKE_MODEL = (
+    "--model", "smollm2-135m", "--weights", "random", "--device", "cpu", "--set", "runtime.torch_threads=1",
+)  # fmt: skip
 RESULTS = Path("build/experiments")
 WIDTH, HEIGHT = 7.0, 4.2  # inches, of one panel
 
@@ -48,12 +56,13 @@ WIDTH, HEIGHT = 7.0, 4.2  # inches, of one panel
 class Point:
     """One measurement. settings: all that its result depends on, but the code and the machine; JSON values.
 
-    given: what measuring needs beside them, folders and the like; it is not written.
+    local: what `measure` needs beside them and no result depends on, such as the path of a file (settings tell which
+    file it is: `fingerprint`); nothing of it is written down.
     """
 
     name: str
     settings: Settings
-    given: Settings = field(default_factory=dict)
+    local: Settings = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -75,7 +84,7 @@ class Experiment:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 if a point could not be measured; the others are measured all the same.
+    """Exit status: 0, 1 if a point could not be measured (the others are all the same), 2 for a wrong input.
 
     Flags without a command are those of `run`.
     """
@@ -87,15 +96,20 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
     runs = commands.add_parser("run", help="measure the points that have no file yet, then table and picture")
     runs.add_argument("--out", type=Path, metavar="DIR", help=f"where the points' files lie (default {RESULTS}/NAME)")
     runs.add_argument("--smoke", action="store_true", help="a small grid on a tiny or small model, for a test")
-    runs.add_argument("--part", type=_parse_part, default=(1, 1), metavar="n/N", help="the n-th of N parts of the grid")
+    runs.add_argument("--part", type=parse_part, default=(1, 1), metavar="n/N", help="the n-th of N parts of the grid")
+    runs.add_argument("--minutes", type=float, help="begin no point after so many: a later call measures the rest")
     experiment.add_flags(runs)
     plots = commands.add_parser("plot", help="table and picture of what was measured")
     plots.add_argument("files", type=Path, nargs="+", metavar="FILE", help="NAME.json of one or more runs")
     plots.add_argument("--png", type=Path, metavar="FILE", help="the picture (default: beside the first file)")
     arguments = parser.parse_args(words)
-    if arguments.command == "run":
-        return _run(experiment, arguments)
-    points = [point for file in arguments.files for point in load(file)]
+    try:
+        if arguments.command == "run":
+            return _run(experiment, arguments)
+        points = [point for file in arguments.files for point in load(file)]
+    except (HybridGenError, OSError) as error:
+        print(f"{experiment.name}: {error}", file=sys.stderr)
+        return 2
     _show(experiment, points, arguments.png or arguments.files[0].with_suffix(".png"))
     return 0
 
@@ -106,8 +120,17 @@ def load(file: Path) -> list[Result]:
     return found
 
 
+def fingerprint(file: Path) -> str:
+    """Tells a file's content from another's, for a point's settings."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
 def call(command: str, *flags: str | int | float) -> Result:
     """The report of `python -m hybridgen.COMMAND FLAGS`, in this process; what it prints is kept for an error."""
+    gc.collect()  # what the call before held of the GPU: the next one plans with what is free, and reports a peak
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -115,6 +138,8 @@ def call(command: str, *flags: str | int | float) -> Result:
         words = [str(flag) for flag in flags]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             status = module.main([*words, "--report", str(path)])
+        if status == 130:
+            raise KeyboardInterrupt
         if status != 0:
             raise RuntimeError(f"hybridgen.{command} {' '.join(words)}: status {status}\n{printed.getvalue()[-2000:]}")
         report: Result = json.loads(path.read_text(encoding="utf-8"))
@@ -139,8 +164,18 @@ def new_figure(rows: int = 1, columns: int = 1, width: float = WIDTH, height: fl
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel in panels.flat:
         panel.grid(alpha=0.25, linewidth=0.5)
+        panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, panels
+
+
+def shared_legend(figure: Figure, panels: Any, columns: int) -> None:
+    """One legend below all panels, each name once."""
+    found = (zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels.flat)
+    handles = {label: handle for of_panel in found for handle, label in of_panel}
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
@@ -152,6 +187,22 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def declared_in(module: ModuleType) -> Experiment:
+    """The experiment of a module of this folder."""
+    found = [value for value in vars(module).values() if isinstance(value, Experiment)]
+    if len(found) != 1:
+        raise TypeError(f"{module.__name__} declares {len(found)} experiments: it must have one, as EXPERIMENT")
+    return found[0]
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/3`: the second of three."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part, such as 1/2")
+    return int(number), int(count)
+
+
 def _run(experiment: Experiment, arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or RESULTS / (f"{experiment.name}-smoke" if arguments.smoke else experiment.name)
     out.mkdir(parents=True, exist_ok=True)
@@ -159,9 +210,12 @@ def _run(experiment: Experiment, arguments: argparse.Namespace) -> int:
     number, count = arguments.part
     mine = [point for index, point in enumerate(grid) if index % count == number - 1]
     left = [point for point in mine if not (out / point.file_name).exists()]
-    failed = 0
+    failed, start = 0, time.monotonic()
     with tqdm(total=len(mine), initial=len(mine) - len(left), desc=experiment.name, unit="point") as bar:
         for point in left:
+            if arguments.minutes is not None and time.monotonic() - start > 60 * arguments.minutes:
+                bar.write("no more time: run it again for the rest", file=sys.stderr)
+                break
             bar.set_postfix_str(point.name)
             try:
                 result = experiment.measure(point)
@@ -203,10 +257,3 @@ def _show(experiment: Experiment, points: Sequence[Result], picture: Path) -> No
     figure.savefig(picture, dpi=150)
     figure.savefig(picture.with_suffix(".pdf"), metadata={"CreationDate": None})
     print(f"picture: {picture}")
-
-
-def _parse_part(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part, such as 1/2")
-    return int(number), int(count)

@@ -1,38 +1,42 @@
 """The feedback scheduler over decode steps: what it plans, and what the stages then take (paper, figures 21-22).
 
-    python experiments/feedback_steps.py run --model opt-13b --seq 32k --out steps.json
-    python experiments/feedback_steps.py plot steps.json --out steps.png
+    python experiments/feedback_steps.py --model opt-13b --weights random --seq 32k --keep 0.1 --out DIR
+    python experiments/feedback_steps.py plot DIR/feedback_steps.json
 
 Phases: alone; with half of the cores kept busy by other processes; alone again; then turns of 2k tokens, each followed
-by decode steps. `run` prints when the plan settled in each phase and the least K; `plot` needs matplotlib (extra
-`plots`).
+by decode steps. The table says when the plan settled in each phase, and the least K.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from common import Experiment, Point, Result, main, new_figure
 from tqdm import tqdm
 
-from hybridgen.cli import parse_keep, parse_tokens
 from hybridgen.engine.llm import LLM
-from hybridgen.engine.report import current_commit, describe_machine
+from hybridgen.engine.report import describe_machine
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, StepObservation, controlled_layers
 from hybridgen.engine.scheduling import keep_rule, make_schedule
 from hybridgen.evaluation.document import hidden_fact_document
+from hybridgen.quantities import parse_keep, parse_tokens
 from hybridgen.types import KeepRule, StepPlan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUSY = "half of the cores busy"
 
 
 class Recorder:
@@ -72,23 +76,49 @@ def half_of_the_cores_busy() -> Iterator[None]:
             loop.wait()
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Decode through all phases and write one JSON."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Beside those of every experiment."""
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", default="auto", choices=("auto", "real", "random"))
+    parser.add_argument("--seq", type=parse_tokens, default=4096)
+    parser.add_argument("--keep", type=parse_keep)
+    parser.add_argument("--keep-mass", type=float)
+    parser.add_argument("--min-keep", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=48, help="of each of the first three phases")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--turn", type=parse_tokens, default=2048, help="tokens of a turn")
+    parser.add_argument("--turn-steps", type=int, default=32, help="after each turn")
+
+
+def points(arguments: argparse.Namespace) -> list[Point]:
+    """A single one: phases follow each other in one live batch."""
+    names = ("weights", "seq", "keep", "keep_mass", "min_keep", "steps", "turns", "turn", "turn_steps")
+    settings = {"model": Path(arguments.model).name, **{name: getattr(arguments, name) for name in names}}
+    if arguments.smoke:
+        settings |= {"model": "smollm2-135m", "weights": "random", "seq": 320, "keep": 0.2, "min_keep": 8}
+        settings |= {"steps": 4, "turns": 1, "turn": 64, "turn_steps": 3}
+        settings["set"] = {"runtime.device": "cpu", "runtime.torch_threads": 1, "cache.gpu_window": 64}
+    model = settings["model"] if arguments.smoke else arguments.model
+    return [Point(f"{settings['model']} {settings['seq']}", settings, {"model": model})]
+
+
+def measure(point: Point) -> Result:
+    """Decode through all phases."""
+    settings = point.settings
     overrides: dict[str, Any] = {
-        "model.weights": arguments.weights,
+        "model.weights": settings["weights"],
         "schedule.mode": "feedback",
-        "selection.keep": arguments.keep,
-        "selection.keep_mass": arguments.keep_mass,
-        "selection.min_keep": arguments.min_keep,
+        "selection.keep": settings["keep"],
+        "selection.keep_mass": settings["keep_mass"],
+        "selection.min_keep": settings["min_keep"],
+        **settings.get("set", {}),
     }
     phases = [
-        ("alone", 0, arguments.steps),
-        ("half of the cores busy", 0, arguments.steps),
-        ("alone again", 0, arguments.steps),
-        *((f"after turn {turn + 1}", arguments.turn, 32) for turn in range(arguments.turns)),
+        *((name, 0, settings["steps"]) for name in ("alone", BUSY, "alone again")),
+        *((f"after turn {turn + 1}", settings["turn"], settings["turn_steps"]) for turn in range(settings["turns"])),
     ]
-    total = arguments.seq + sum(tokens + steps for _, tokens, steps in phases)
-    with LLM(arguments.model, overrides) as llm:
+    total = settings["seq"] + sum(tokens + steps for _, tokens, steps in phases)
+    with LLM(point.local["model"], overrides) as llm:
         guarded = llm.weights.kind != "random"
         recorder = Recorder(make_schedule(llm.config, llm.modes, not guarded))
         batch = llm.new_batch([total], recorder)
@@ -100,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
             return [generator.randrange(llm.spec.vocab_size) for _ in range(tokens)]
 
         sampler = Sampler(llm.config.sampling, llm.device, 0)
-        tokens = sampler(llm.prefill(batch, [prompt(arguments.seq)]))
+        tokens = sampler(llm.prefill(batch, [prompt(settings["seq"])]))
         of_phase: list[str] = []
         with tqdm(total=sum(steps for *_, steps in phases), desc="decode", unit="step", disable=None) as bar:
 
@@ -117,10 +147,7 @@ def run(arguments: argparse.Namespace) -> None:
             for name, turn, steps in phases:
                 if turn:
                     tokens = sampler(llm.prefill(batch, [prompt(turn)]))
-                if name == "half of the cores busy":
-                    with half_of_the_cores_busy():
-                        decode(name, steps)
-                else:
+                with half_of_the_cores_busy() if name == BUSY else nullcontext():
                     decode(name, steps)
         layer = controlled_layers(llm.modes)
         steps_out = []
@@ -130,15 +157,18 @@ def run(arguments: argparse.Namespace) -> None:
                 {"phase": name, "mode": common.mode, "scan_tokens": common.scan_tokens, "extra": common.extra,
                  "floor_of_rule": _floor(keep_rule(llm.config), observed.host_tokens), **asdict(observed)}
             )  # fmt: skip
-        result = {
-            "model": llm.spec.name, "weights": llm.weights.kind, "seq": arguments.seq, "config": llm.config.to_dict(),
-            "machine": describe_machine(llm), "commit": current_commit(), "steps": steps_out,
+        return {
+            "model": settings["model"], "weights": llm.weights.kind, "seq": settings["seq"],
+            "config": llm.config.to_dict(), "machine": describe_machine(llm), "steps": steps_out,
         }  # fmt: skip
-    arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(summary(result))
 
 
-def summary(result: dict[str, Any]) -> str:
+def table(points: Sequence[Result]) -> str:
+    """A line a phase."""
+    return "\n\n".join(f"{_title(point['result'])}\n{summary(point['result'])}" for point in points)
+
+
+def summary(result: Mapping[str, Any]) -> str:
     """Per phase: the steps after which the plan did not change any more, medians before and after, the least K."""
     heading = f"{'phase':<24} {'steps':>5} {'settled after':>13} {'ms/token first 8':>17} {'last 8':>8}"
     lines = [f"{heading}  plan at the end"]
@@ -180,69 +210,50 @@ def _is_planned_alike(step: dict[str, Any], other: dict[str, Any]) -> bool:
     return step["extra"] == other["extra"] and abs(shares[0] - shares[1]) < 0.05
 
 
-def plot(arguments: argparse.Namespace) -> None:
-    """Scan size, K, stage times and step time over steps."""
-    import matplotlib
+def draw(points: Sequence[Result]) -> Figure:
+    """Scan size, K, stage times and step time over steps; a column a run."""
+    figure, panels = new_figure(3, len(points), width=9.0, height=2.7)
+    for (above, middle, below), point in zip(panels.T, points, strict=True):
+        steps = point["result"]["steps"]
+        x = range(len(steps))
+        above.plot(x, [s["host_tokens"] for s in steps], color="0.6", label="host tier")
+        above.step(x, [s["scanned_tokens"] for s in steps], where="mid", label="scored (full scan: Post-QKT)")
+        above.step(x, [s["kept_tokens"] for s in steps], where="mid", label="kept, K")
+        above.set_ylabel("tokens a KV head")
+        for name, label in (("scan_ms", "CPU: scan"), ("link_ms", "link: fetch"), ("gpu_ms", "GPU: own work"),
+                            ("scan_wait_ms", "wait for the scan")):  # fmt: skip
+            middle.plot(x, [s[name] for s in steps], label=label)
+        middle.set_ylabel("ms a layer")
+        middle.set_ylim(0, _most([s["scan_ms"] for s in steps]))
+        below.plot(x, [s["step_ms"] for s in steps], color="black")
+        below.set_ylim(0, _most([s["step_ms"] for s in steps]))
+        below.set_ylabel("ms a token")
+        below.set_xlabel("decode step")
+        names = [s["phase"] for s in steps]
+        for panel in (above, middle, below):
+            for start in (i for i in x if i == 0 or names[i] != names[i - 1]):
+                panel.axvline(start, color="0.8", linewidth=0.8)
+                if panel is above:
+                    panel.text(start, panel.get_ylim()[1], " " + names[start], fontsize=7, va="top")
+            panel.set_xlim(0, len(steps) - 1)
+        above.legend(fontsize=7, loc="center right")
+        middle.legend(fontsize=7, loc="upper right")
+        above.set_title(_title(point["result"]), fontsize=10)
+    return figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    result = json.loads(arguments.file.read_text(encoding="utf-8"))
-    steps = result["steps"]
-    x = range(len(steps))
-    figure, (above, middle, below) = plt.subplots(3, 1, figsize=(9, 8), sharex=True)
-    above.plot(x, [s["host_tokens"] for s in steps], color="0.6", label="host tier")
-    above.step(x, [s["scanned_tokens"] for s in steps], where="mid", label="scored (full scan: Post-QKT)")
-    above.step(x, [s["kept_tokens"] for s in steps], where="mid", label="kept, K")
-    above.set_ylabel("tokens a KV head")
-    for name, label in (("scan_ms", "CPU: scan"), ("link_ms", "link: fetch"), ("gpu_ms", "GPU: own work"),
-                        ("scan_wait_ms", "wait for the scan")):  # fmt: skip
-        middle.plot(x, [s[name] for s in steps], label=label)
-    middle.set_ylabel("ms a layer")
-    middle.set_ylim(0, 1.5 * statistics.quantiles([s["scan_ms"] for s in steps], n=20)[-1])
-    below.plot(x, [s["step_ms"] for s in steps], color="black")
-    below.set_ylim(0, 1.5 * statistics.quantiles([s["step_ms"] for s in steps], n=20)[-1])
-    below.set_ylabel("ms a token")
-    below.set_xlabel("decode step")
-    names = [s["phase"] for s in steps]
-    for axis in (above, middle, below):
-        for start in (i for i in x if i == 0 or names[i] != names[i - 1]):
-            axis.axvline(start, color="0.8", linewidth=0.8)
-            if axis is above:
-                axis.text(start, axis.get_ylim()[1], " " + names[start], fontsize=7, va="top")
-        if axis is not below:
-            axis.legend(fontsize=7, loc="center right")
+def _title(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
     where = machine["gpu"] or f"{machine['cores']} CPU cores"
-    figure.suptitle(f"{result['model']} ({result['weights']} weights), {result['seq']} tokens, {where}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(arguments.out, dpi=150)
-    print(arguments.out)
+    return f"{result['model']} ({result['weights']} weights), {result['seq']} tokens, {where}"
 
 
-def main() -> None:
-    """Parse and do."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    runs = commands.add_parser("run")
-    runs.add_argument("--model", default="smollm2-135m")
-    runs.add_argument("--weights", default="auto")
-    runs.add_argument("--seq", type=parse_tokens, default=4096)
-    runs.add_argument("--keep", type=parse_keep)
-    runs.add_argument("--keep-mass", type=float)
-    runs.add_argument("--min-keep", type=int, default=64)
-    runs.add_argument("--steps", type=int, default=48, help="of each of the first three phases")
-    runs.add_argument("--turns", type=int, default=2)
-    runs.add_argument("--turn", type=parse_tokens, default=2048, help="tokens of a turn")
-    runs.add_argument("--out", type=Path, required=True)
-    runs.set_defaults(do=run)
-    plots = commands.add_parser("plot")
-    plots.add_argument("file", type=Path)
-    plots.add_argument("--out", type=Path, required=True)
-    plots.set_defaults(do=plot)
-    arguments = parser.parse_args()
-    arguments.do(arguments)
+def _most(values: Sequence[float]) -> float:
+    """The end of an axis: a few outliers may lie beyond it."""
+    return 1.5 * statistics.quantiles(values, n=20)[-1]
 
+
+EXPERIMENT = Experiment("feedback_steps", __doc__, points, measure, table, draw, add_flags)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(EXPERIMENT))

@@ -1,11 +1,10 @@
 """Full attention's answers beside transformers': the same questions, the same tokens, float32 on the CPU.
 
-    python experiments/task_agreement.py --model DIR --data DIR [--task piqa] [--limit N] [--out DIR]
+    python experiments/task_agreement.py --data DIR [--model smollm2-135m] [--task piqa] [--limit N] [--out DIR]
 
 Every choice of every question goes through `hybridgen.evaluate --strategy full` and through transformers' model of the
 same directory, in right-padded batches; what is compared is which choice is the likeliest, and by how much the
-log-likelihoods differ. --model: a directory that transformers reads, too (`--weights real` keeps converted ones in the
-cache folder).
+log-likelihoods differ.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from accuracy_table import made_up_questions
 from common import Experiment, Point, Result, call, main
 from tqdm import tqdm
 
@@ -31,40 +31,44 @@ BATCH = 32  # sequences, the longest first
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What `run` takes beside the common flags."""
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the task's JSONL file")
+    parser.add_argument("--model", default="smollm2-135m", help="on this machine already")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the task's JSONL file")
     parser.add_argument("--task", default="piqa")
     parser.add_argument("--limit", type=int, help="questions (default all)")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
-    """One."""
-    limit = 8 if arguments.smoke else arguments.limit
-    settings = {"task": arguments.task, "model": Path(arguments.model).name, "limit": limit}
-    given = {"model": arguments.model, "data": arguments.data, "items": (arguments.out or Path("build")) / "items"}
-    return [Point(arguments.task, settings, given)]
+    """One. With --smoke, four made-up questions."""
+    if arguments.smoke:
+        arguments.task, arguments.limit = "rte", 4
+        arguments.data = made_up_questions((arguments.out or Path("build")) / "data")
+    settings = {"task": arguments.task, "model": Path(arguments.model).name, "limit": arguments.limit}
+    local = {"model": arguments.model, "data": arguments.data, "items": (arguments.out or Path("build")) / "items"}
+    local |= {"flags": ("--set", "runtime.torch_threads=1") if arguments.smoke else ()}
+    return [Point(arguments.task, settings, local)]
 
 
 def measure(point: Point) -> Result:
     """Both, and what they differ in."""
-    asked, given = point.settings, point.given
+    asked, local = point.settings, point.local
     limit = [] if asked["limit"] is None else ["--limit", asked["limit"]]
     report = call(
-        "evaluate", "--model", given["model"], "--strategy", "full", "--dtype", "float32", "--device", "cpu",
-        "--tasks", asked["task"], "--data", given["data"], "--out", given["items"], *limit,
+        "evaluate", "--model", local["model"], "--strategy", "full", "--dtype", "float32", "--device", "cpu",
+        "--tasks", asked["task"], "--data", local["data"], "--out", local["items"], *limit, *local["flags"],
     )  # fmt: skip
-    lines = (given["items"] / report["tasks"][0]["items"]).read_text(encoding="utf-8").splitlines()[1:]
+    lines = (local["items"] / report["tasks"][0]["items"]).read_text(encoding="utf-8").splitlines()[1:]
     ours = {item["id"]: [pair[0] for pair in item["results"][0]] for item in map(json.loads, lines)}
 
-    choice = build.choose_model(build_config({"model.name": Setting(given["model"], "--model")}))
-    tokenizer = load_tokenizer(choice.location.prepare())
-    questions = load_task(find_task(asked["task"]), given["data"], asked["limit"]).questions
+    choice = build.choose_model(build_config({"model.name": Setting(local["model"], "--model")}))
+    folder = choice.location.prepare()
+    tokenizer = load_tokenizer(folder)
+    questions = load_task(find_task(asked["task"]), local["data"], asked["limit"]).questions
     requests = [
         (question.id, encode(tokenizer, "", question.context, text, None, choice.spec.max_positions))
         for question in questions
         for text in question.continuations
     ]
-    found = _transformers(given["model"], [request for _, request in requests])
+    found = _transformers(folder, [request for _, request in requests])
     theirs: dict[int, list[float]] = {question.id: [] for question in questions}
     for (number, _), value in zip(requests, found, strict=True):
         theirs[number].append(value)
@@ -82,7 +86,7 @@ def measure(point: Point) -> Result:
 
 
 @torch.inference_mode()
-def _transformers(folder: str, requests: Sequence[Request]) -> list[float]:
+def _transformers(folder: Path, requests: Sequence[Request]) -> list[float]:
     """The log-likelihood of each continuation, in nats."""
     from transformers import AutoModelForCausalLM
 
@@ -119,5 +123,7 @@ def table(results: Sequence[Result]) -> str:
     )
 
 
+EXPERIMENT = Experiment("task_agreement", __doc__ or "", points, measure, table, add_flags=add_flags)
+
 if __name__ == "__main__":
-    sys.exit(main(Experiment("task_agreement", __doc__ or "", points, measure, table, add_flags=add_flags)))
+    sys.exit(main(EXPERIMENT))

@@ -54,8 +54,8 @@ def _run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     if not arguments.text:
         raise ConfigError("a calibration needs a text, and none ships with the project: --text FILE")
-    contents = [_Content("--text", file) for file in arguments.text]
-    judged = None if arguments.judge_text is None else _Content("--judge-text", arguments.judge_text)
+    contents = [Content("--text", file) for file in arguments.text]
+    judged = None if arguments.judge_text is None else Content("--judge-text", arguments.judge_text)
     settings = {**assigned_settings(arguments), "attention.executor": Setting("full", "hybridgen.calibrate")}
     settings.setdefault("model.weights", Setting("real", "hybridgen.calibrate"))
     config = build_config(settings)
@@ -123,7 +123,7 @@ def _parser() -> Parser:
     return parser
 
 
-class _Content:
+class Content:
     """A text, and how errors name it."""
 
     def __init__(self, flag: str, file: Path) -> None:
@@ -197,7 +197,7 @@ def _advances(bar: tqdm[NoReturn]) -> Callable[..., None]:
     return advance
 
 
-def _texts(llm: LLM, contents: Sequence[_Content], judged: _Content | None, arguments: argparse.Namespace) -> Texts:
+def _texts(llm: LLM, contents: Sequence[Content], judged: Content | None, arguments: argparse.Namespace) -> Texts:
     """As many sequences from each text, from all over it; those held out come from all over, too."""
     count, context = arguments.tokens // arguments.context, arguments.context
     held = max(1, count // HELD_OUT)
@@ -213,7 +213,7 @@ def _texts(llm: LLM, contents: Sequence[_Content], judged: _Content | None, argu
     return Texts(fit, tune, judge)
 
 
-def cut(llm: LLM, content: _Content, count: int, context: int) -> list[list[int]]:
+def cut(llm: LLM, content: Content, count: int, context: int) -> list[list[int]]:
     """`count` sequences of `context` tokens, each in the middle of its share of the text, BOS first where there is one.
 
     ConfigError if the text is too short.

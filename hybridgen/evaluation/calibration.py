@@ -11,7 +11,7 @@ All sequences go through the model together, layer by layer: no more is in memor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -112,27 +112,39 @@ class Texts:
 @torch.inference_mode()
 def fit_query_maps(llm: LLM, texts: Texts, on_sequence: Callable[[], None] = lambda: None) -> list[LayerFit]:
     """A map for each layer but the first. on_sequence: called after each sequence of each layer."""
-    model, store, sequences = llm.model, llm.layer_weights, texts.all
+    return [
+        _fit(layer, earlier, inputs, texts)
+        for layer, earlier, inputs in through_layers(llm, texts.all, on_sequence)
+        if layer.number > 0
+    ]
+
+
+def through_layers(
+    llm: LLM, sequences: Sequence[Sequence[int]], on_sequence: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Layer, Tensor, Tensor]]:
+    """Each layer, what the layer before it was given, and what it is given: [sequences, T, hidden].
+
+    Both are written over when the next layer is asked for; for layer 0 the first holds nothing. sequences: all of one
+    length. on_sequence: called after each sequence of each layer.
+    """
+    model, store = llm.model, llm.layer_weights
     length = len(sequences[0])
     model.extend_positions(length)
     positions = model.positions(torch.arange(length, device=llm.device))
     inputs = torch.stack([model.embed(torch.tensor(ids, device=llm.device), positions) for ids in sequences])
-    earlier = torch.empty_like(inputs)  # of the layer before
-    fits = []
+    earlier = torch.empty_like(inputs)
     for number in range(llm.spec.num_layers):
         store.issue(number)
-        layer = _Layer(model, number, store.wait(number), positions)
-        if number > 0:
-            fits.append(_fit(layer, earlier, inputs, texts))
+        layer = Layer(model, number, store.wait(number), positions)
+        yield layer, earlier, inputs
         for x, before in zip(inputs, earlier, strict=True):
             before.copy_(x)
             if number + 1 < llm.spec.num_layers:
                 x.copy_(layer.output(x))
             on_sequence()
-    return fits
 
 
-class _Layer:
+class Layer:
     """One layer of the model, for sequences that begin at position 0; x is a layer's input [T, hidden]."""
 
     def __init__(self, model: DecoderModel, number: int, weights: LayerWeights, positions: Positions) -> None:
@@ -157,7 +169,7 @@ class _Layer:
         return self.model.finish(self.number, self._weights, x, context)
 
 
-def _fit(layer: _Layer, earlier: Tensor, inputs: Tensor, texts: Texts) -> LayerFit:
+def _fit(layer: Layer, earlier: Tensor, inputs: Tensor, texts: Texts) -> LayerFit:
     """earlier, inputs: [sequences, T, hidden], what the layer before and this one are given."""
     wq, dtype, equations = layer.own.weight.float(), layer.model.dtype, NormalEquations()
     bias = 0.0 if layer.own.bias is None else layer.own.bias.double()
@@ -170,26 +182,26 @@ def _fit(layer: _Layer, earlier: Tensor, inputs: Tensor, texts: Texts) -> LayerF
 
     solutions = equations.solve(STRENGTHS)
     maps = [QueryMap((wq + change).to(dtype), (bias + constant).to(dtype)) for change, constant in solutions]
-    cosines = [_cosines(layer.query(x), [layer.query(before, some) for some in maps]) for before, x in tune]
+    cosines = [query_cosines(layer.query(x), [layer.query(before, some) for some in maps]) for before, x in tune]
     best = max(range(len(maps)), key=lambda index: fmean(of[index] for of in cosines))
     true_mass, (own, better) = _judge(layer, judge, [layer.own, maps[best]])
     chosen = QueryMap(*(part.cpu() for part in maps[best] if part is not None))
     return LayerFit(layer.number, chosen, STRENGTHS[best], own, better, true_mass)
 
 
-def _cosines(true: Tensor, predicted: Sequence[Tensor]) -> list[float]:
+def query_cosines(true: Tensor, predicted: Sequence[Tensor]) -> list[float]:
     """Of each predicted query [T, Hq, d] and the true one."""
     return [float(F.cosine_similarity(query, true, dim=-1).mean()) for query in predicted]
 
 
 def _judge(
-    layer: _Layer, pairs: Sequence[tuple[Tensor, Tensor]], maps: Sequence[QueryMap]
+    layer: Layer, pairs: Sequence[tuple[Tensor, Tensor]], maps: Sequence[QueryMap]
 ) -> tuple[float | None, list[Judgement]]:
     """The mass that the true query's choice covers, and how each map does; means over the sequences."""
     cosines, choices = [], []
     for before, x in pairs:
         true, predicted = layer.query(x), [layer.query(before, some) for some in maps]
-        cosines.append(_cosines(true, predicted))
+        cosines.append(query_cosines(true, predicted))
         choices.append(_choices([true, *predicted], layer.keys(x), layer.spec))
     recalls, masses = ([_mean(column) for column in zip(*rows, strict=True)] for rows in zip(*choices, strict=True))
     means = [fmean(column) for column in zip(*cosines, strict=True)]
