@@ -6,6 +6,10 @@
 Needs a GPU and the machine file of `hybridgen.bench link` (scripts/gpu_bench.sh makes it). A row that has its report
 in DIR already is not run again. Offloaded rows get `--gpu-memory 32GiB`, a window of 512 and --schedule fixed; `kept`
 is `--keep`. The limit is the report's `limit_ms`: contracts.md.
+
+What the host's memory gives changes by the minute on a lent box, as its neighbours take their part. So its two rates, a
+scan and a scan beside DMA, are measured right before and after each row, and the limit is by their means; `scan` is how
+fast keys were read before and after, in GB/s.
 """
 
 from __future__ import annotations
@@ -18,6 +22,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from hybridgen.bench import found_rates
+from hybridgen.benchmarks.link import Link
+from hybridgen.machine import machine_file, record_rates, this_cores
 
 OPT = ("--model", "opt-13b", "--seq", "32k")
 LLAMA = ("--model", "llama-3.1-8b", "--seq", "131000")
@@ -76,11 +86,26 @@ def path_of(row: Row, out: Path) -> Path:
     return out / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in row.name)}.json"
 
 
-def run(row: Row, out: Path) -> str:
-    """Run it, and say how that went."""
+class HostMemory:
+    """The rates of the host's memory, now; also written to the machine file, from which the next run has its limits."""
+
+    def __init__(self, gib: float = 4.0, rounds: int = 2) -> None:
+        self._link = Link(torch.device("cuda"), gib, rounds)
+
+    def rates(self) -> dict[str, float]:
+        """Bytes a second: `scan`, and `together`, a scan beside DMA."""
+        threads = max(1, this_cores() - 1)
+        rates, scans = found_rates([self._link.scan(threads), *self._link.scan_with_dma(threads)])
+        record_rates(machine_file(), rates, scans)
+        return {"scan": max(scans.values()), "together": float(rates["scan_with_dma_bytes_per_s"] or 0.0)}
+
+
+def run(row: Row, out: Path, memory: HostMemory) -> str:
+    """Run it between two looks at the host's memory, and say how that went."""
     path = path_of(row, out)
     if path.exists():
         return "done before"
+    before = memory.rates()
     command = [
         sys.executable, "-m", "hybridgen.run", *row.flags, "--weights", "random", "--gen", "40", "--schedule", "fixed",
         "--report", str(path),
@@ -89,7 +114,24 @@ def run(row: Row, out: Path) -> str:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         return f"FAILED ({done.returncode}): {done.stderr[-500:]}"
+    beside_of(path).write_text(json.dumps({"before": before, "after": memory.rates()}, indent=1), encoding="utf-8")
     return f"{time.perf_counter() - start:.0f} s"
+
+
+def beside_of(path: Path) -> Path:
+    """Where the rates of the host's memory beside a report lie."""
+    return path.with_suffix(".rates")
+
+
+def limit_of(report: dict[str, Any], rates: dict[str, dict[str, float]] | None) -> dict[str, float]:
+    """By resource, in ms; those of the host's memory by the means of its rates before and after, if they are known."""
+    found = {name: value for name, value in (report["limit_ms"] or {}).items() if name != "limit" and value is not None}
+    if rates is not None:
+        for resource, name in (("scan", "scan"), ("dram", "together")):
+            before, after = rates["before"][name], rates["after"][name]
+            if resource in found:
+                found[resource] *= 2 * before / (before + after)
+    return found
 
 
 def part_of(text: str) -> list[Row]:
@@ -104,28 +146,30 @@ def table(out: Path) -> str:
     """A line for each row that has a report."""
     lines = [
         f"{'row':<40} {'ms':>7} {'p90':>7} {'limit':>7} {'ratio':>6} {'by':>5} {'idle':>5} {'gap':>5} {'kept':>6} "
-        f"{'budget':>6} {'GiB':>6} {'prefill s':>9}"
+        f"{'budget':>6} {'GiB':>6} {'prefill s':>9} {'scan':>9}"
     ]
     for row in ROWS:
-        if path_of(row, out).exists():
-            lines.append(_line(row, json.loads(path_of(row, out).read_text(encoding="utf-8"))))
+        if (path := path_of(row, out)).exists():
+            rates = json.loads(beside_of(path).read_text(encoding="utf-8")) if beside_of(path).exists() else None
+            lines.append(_line(row, json.loads(path.read_text(encoding="utf-8")), rates))
     return "\n".join(lines)
 
 
-def _line(row: Row, report: dict[str, Any]) -> str:
-    spent, limit, idle = report["decode_ms_per_token"], report["limit_ms"], report["gpu_idle_fraction"]
-    resources = {name: value for name, value in (limit or {}).items() if name != "limit" and value is not None}
+def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] | None) -> str:
+    spent, resources, idle = report["decode_ms_per_token"], limit_of(report, rates), report["gpu_idle_fraction"]
     by = max(resources, key=lambda name: resources[name], default="-")
+    limit = resources.get(by)
+    scan = "-" if rates is None else "/".join(f"{rates[when]['scan'] / 1e9:.0f}" for when in ("before", "after"))
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
     return (
-        f"{row.name:<40} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit and limit['limit'], 1):>7} "
-        f"{number(limit and spent['median'] / limit['limit'], 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
+        f"{row.name:<40} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit, 1):>7} "
+        f"{number(limit and spent['median'] / limit, 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
         f"{number(idle and idle['launch_gap'], 2):>5} {number(report['kept_fraction'], 3):>6} "
         f"{number(report['budget'], 3):>6} {number((report['peak_gpu_bytes'] or 0) / 2**30, 1):>6} "
-        f"{report['prefill_s']:>9.2f}"
+        f"{report['prefill_s']:>9.2f} {scan:>9}"
     )
 
 
@@ -142,9 +186,10 @@ def main() -> int:
     failed = False
     if arguments.command == "run":
         arguments.out.mkdir(parents=True, exist_ok=True)
+        memory = HostMemory()
         for row in arguments.part:
             if arguments.rows is None or any(word in row.name for word in arguments.rows):
-                result = run(row, arguments.out)
+                result = run(row, arguments.out, memory)
                 failed |= result.startswith("FAILED")
                 print(f"{row.name}: {result}", flush=True)
     print(table(arguments.out))

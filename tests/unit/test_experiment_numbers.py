@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import decode_table
 import pytest
 import semantic_mapping
 import stage_times
@@ -153,3 +154,15 @@ def test_with_two_memory_nodes_it_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(semantic_mapping, "memory_nodes", lambda: nodes[:1])
     arguments.modelled = False
     assert {point.settings["kind"] for point in semantic_mapping.points(arguments)} == {"modelled"}
+
+
+# decode_table.py
+
+
+def test_a_rows_limit_is_by_the_mean_of_what_memory_gave_before_and_after() -> None:
+    report = {"limit_ms": {"scan": 100.0, "dram": 110.0, "link": 50.0, "gpu": None, "limit": 110.0}}
+    assert decode_table.limit_of(report, None) == {"scan": 100.0, "dram": 110.0, "link": 50.0}
+    slower = {"before": {"scan": 120e9, "together": 150e9}, "after": {"scan": 80e9, "together": 150e9}}
+    found = decode_table.limit_of(report, slower)  # bytes over 120 GB/s took 100 ms: over 100 GB/s 120 ms
+    assert found == pytest.approx({"scan": 120.0, "dram": 110.0, "link": 50.0})
+    assert decode_table.limit_of({"limit_ms": None}, slower) == {}
