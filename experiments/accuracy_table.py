@@ -265,10 +265,10 @@ def draw(results: Sequence[Result]) -> Any:
         panel.set_xlabel(
             "perplexity, change in %" if "main_metric" not in result else f"{result['main_metric']}, points"
         )
-    panels.flat[-1].set_xscale("symlog", linthresh=1.0)
-    figure.suptitle(
-        "Against full attention at equal budgets, 95 % intervals, paired (SmolLM2-135M, 5-shot)", fontsize=10
-    )
+        if "main_metric" not in result:  # from a tenth of a percent to a hundred percent
+            panel.set_xscale("symlog", linthresh=1.0)
+    model = results[0]["settings"]["model"]
+    figure.suptitle(f"{model} against full attention at equal budgets; paired, 95 % intervals", fontsize=10)
     return figure
 
 
