@@ -15,18 +15,19 @@ from hybridgen.errors import HybridGenError
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+RESULTS = ROOT / "experiments" / "RESULTS.md"
 
 pytestmark = pytest.mark.skipif(not README.is_file(), reason="the README is not written yet")
 
 
-def code_blocks() -> list[str]:
-    return re.findall(r"^ *```[^\n]*\n(.*?)^ *```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def code_blocks(file: Path = README) -> list[str]:
+    return re.findall(r"^ *```[^\n]*\n(.*?)^ *```", file.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands() -> list[list[str]]:
     """Words of each command of hybridgen in a code block; continued lines joined, comments left out."""
     found = []
-    for block in code_blocks():
+    for block in code_blocks() + code_blocks(RESULTS):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "hybridgen" in line else []
             words = words[: next((i for i, word in enumerate(words) if word in ("|", "&&", ">", ";")), None)]
@@ -102,8 +103,11 @@ def test_the_tree_names_what_is_there() -> None:
 
 def test_files_named_in_the_text_exist() -> None:
     """`scripts/x.sh`, `hybridgen/...`, `configs/...` in backticks or links."""
-    text = README.read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:scripts|hybridgen|configs|cpp_ext|experiments|tests)/[\w./-]+)`", text))
-    named |= {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
-    missing = sorted(name for name in named if not (ROOT / name).exists())
+    missing = []
+    for file in (README, RESULTS):
+        text = file.read_text(encoding="utf-8")
+        named = set(re.findall(r"`((?:scripts|hybridgen|configs|cpp_ext|experiments|tests)/[\w./-]+)`", text))
+        links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+        missing += [name for name in named if not (ROOT / name).exists()]
+        missing += [link for link in links if not (file.parent / link).exists()]
     assert not missing
