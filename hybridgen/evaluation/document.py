@@ -49,6 +49,7 @@ class Document:
     question: str  # the prompt's last words: the beginning of the answer's sentence
     answer: str
     fact_tokens: range  # where the fact stands in ids
+    question_tokens: range = range(0)  # and where the document ends and the question begins, which is the rest
 
     def is_answered_by(self, text: str) -> bool:
         """Whether generated text begins with the answer."""
@@ -56,11 +57,13 @@ class Document:
         return rest.startswith(self.answer) and not rest[len(self.answer) :][:1].isdigit()
 
 
-def hidden_fact_document(tokenizer: Tokenizer, tokens: int, seed: int, depth: float = 0.4) -> Document:
+def hidden_fact_document(
+    tokenizer: Tokenizer, tokens: int, seed: int, depth: float = 0.4, flag: str = "--seq"
+) -> Document:
     """A document of exactly `tokens` ids whose fact lies at about `depth` of it (0: start, 1: end).
 
     It begins in the middle of a sentence, as an excerpt does: that is how the length comes out exact.
-    ConfigError if `tokens` leaves no room for the fact and the question.
+    ConfigError if `tokens`, which `flag` gave, leaves no room for the fact and the question.
     """
     draw = random.Random(seed)
     start = tokenizer.encode("")  # BOS, where the model wants one
@@ -75,11 +78,12 @@ def hidden_fact_document(tokenizer: Tokenizer, tokens: int, seed: int, depth: fl
     fact_ids = encode(fact)
     filler = tokens - len(start) - len(ending) - len(fact_ids)
     if filler < 0:
-        raise ConfigError(f"the built-in document needs at least {tokens - filler} tokens, --seq gives {tokens}")
+        raise ConfigError(f"the built-in document needs at least {tokens - filler} tokens, {flag} gives {tokens}")
     after = int(filler * (1.0 - depth))
     before = start + _filler(draw, encode, filler - after)
     ids = before + fact_ids + _filler(draw, encode, after) + ending
-    return Document(ids, question, number, range(len(before), len(before) + len(fact_ids)))
+    fact_tokens = range(len(before), len(before) + len(fact_ids))
+    return Document(ids, question, number, fact_tokens, range(tokens - len(ending), tokens))
 
 
 def _filler(draw: random.Random, encode: Callable[[str], list[int]], tokens: int) -> list[int]:

@@ -50,6 +50,19 @@ def mean(values: Sequence[float]) -> Estimate:
     return _around(statistics.fmean(values), values)
 
 
+def share(hits: int, count: int) -> Estimate:
+    """hits of count independent draws, with Wilson's score interval (Brown, Cai and DasGupta 2001, section 3.1.1).
+
+    Unlike a t interval it has a width where all are hits, and stays within [0, 1].
+    """
+    if not 0 <= hits <= count or count == 0:
+        raise ValueError(f"{hits} of {count} is no share")
+    value, z = hits / count, statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    middle = (hits + z * z / 2) / (count + z * z)
+    reach = z / (count + z * z) * math.sqrt(count * value * (1 - value) + z * z / 4)
+    return Estimate(value, math.sqrt(value * (1 - value) / count), max(0.0, middle - reach), min(1.0, middle + reach))
+
+
 def perplexity(losses: Sequence[float]) -> Estimate:
     """exp of the mean loss."""
     loss = mean(losses)

@@ -55,6 +55,9 @@ def test_the_fact_is_hidden_once_and_asked_for(seed: int) -> None:
     assert text.endswith(made.question), "the continuation is the answer"
     outside = text.replace(fact, "")
     assert made.answer not in outside
+    asked = tokenizer().decode(made.ids[made.question_tokens.start :])
+    assert asked.startswith("\n\nNow answer the question. ") and asked.endswith(made.question)
+    assert made.question_tokens.stop == len(made.ids) and made.fact_tokens.stop <= made.question_tokens.start
     assert fact in text and len(outside) == len(text) - len(fact)
     assert made.answer.isdigit() and len(made.answer) == 5
 

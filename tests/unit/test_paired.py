@@ -15,6 +15,7 @@ from hybridgen.evaluation.paired import (
     percentage_points,
     perplexity,
     perplexity_difference,
+    share,
     student_t,
 )
 
@@ -178,3 +179,21 @@ def test_pairing_removes_what_the_conditions_share() -> None:
     paired_error = perplexity_difference(a, full).standard_error
     unpaired_error = math.hypot(perplexity(a).standard_error or 0, perplexity(full).standard_error or 0)
     assert paired_error is not None and paired_error < 0.1 * unpaired_error
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_shares_have_wilsons_interval(hits: int, count: int, low: float, high: float) -> None:
+    found, other = share(hits, count), share(count - hits, count)
+    assert found.value == hits / count
+    assert limits(found) == pytest.approx((low, high), abs=5e-5)
+    assert limits(other) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+    assert found.standard_error == pytest.approx(math.sqrt(hits * (count - hits) / count**3))
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 0), (-1, 3), (4, 3)])
+def test_what_is_no_share_is_refused(hits: int, count: int) -> None:
+    with pytest.raises(ValueError, match="is no share"):
+        share(hits, count)
