@@ -107,7 +107,8 @@ def write_heat_map(report: Mapping[str, Any], path: Path) -> str | None:
     for unused in panels[len(names) :]:
         unused.set_axis_off()
     figure.colorbar(image, ax=panels.tolist(), label="share of right answers (grey: not measured)", shrink=0.8)
-    figure.supxlabel("tokens of the document; x: the fact was still in the strategy's window", fontsize=9)
+    crosses = "x: the fact had not left the first strategy's window when the question began"
+    figure.supxlabel(f"tokens of the document; {crosses}", fontsize=9)
     figure.supylabel("depth of the fact, from the document's start (0) to its end (1)", fontsize=9)
     figure.suptitle(f"A fact hidden in a document: {report['model']}, {report['dtype']}", fontsize=10)
     content = io.BytesIO()
