@@ -126,24 +126,28 @@ def fingerprint(file: Path) -> str:
 
 
 def call(command: str, *flags: str | int | float) -> Result:
-    """The report of `python -m hybridgen.COMMAND FLAGS`, in this process; what it prints is kept for an error."""
+    """The report of `python -m hybridgen.COMMAND FLAGS`, as `command_run` does it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command_run(command, *flags, "--report", str(path))
+        report: Result = json.loads(path.read_text(encoding="utf-8"))
+        return report
+
+
+def command_run(command: str, *flags: str | int | float) -> None:
+    """`python -m hybridgen.COMMAND FLAGS`, in this process; what it prints is kept for an error."""
     gc.collect()  # what the call before held of the GPU: the next one plans with what is free, and reports a peak
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     printed = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        module = importlib.import_module(f"hybridgen.{command}")
-        words = [str(flag) for flag in flags]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            status = module.main([*words, "--report", str(path)])
-        if status == 130:
-            raise KeyboardInterrupt
-        if status != 0:
-            raise RuntimeError(f"hybridgen.{command} {' '.join(words)}: status {status}\n{printed.getvalue()[-2000:]}")
-        report: Result = json.loads(path.read_text(encoding="utf-8"))
-        return report
+    module, words = importlib.import_module(f"hybridgen.{command}"), [str(flag) for flag in flags]
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        status = module.main(words)
+    if status == 130:
+        raise KeyboardInterrupt
+    if status != 0:
+        raise RuntimeError(f"hybridgen.{command} {' '.join(words)}: status {status}\n{printed.getvalue()[-2000:]}")
 
 
 def provenance() -> Result:

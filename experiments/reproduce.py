@@ -40,7 +40,8 @@ RUNS = (
     Run("feedback_steps", ("--model", "opt-13b", "--weights", "random", "--seq", "32k", "--keep", "0.1")),
     Run("semantic_mapping"),
     Run("match_budgets", reads_text=True),
-    Run("quality_latency", reads_text=True),
+    Run("step_timeline"),
+    Run("scan_beside_fetch"),
 )
 
 

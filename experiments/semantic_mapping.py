@@ -29,7 +29,7 @@ from hybridgen.engine.scheduling import keep_rule
 from hybridgen.evaluation.byte_formulas import StepBytes, chosen, layer_bytes, sizes_of
 from hybridgen.evaluation.machine_model import predict
 from hybridgen.offload.host_memory import MEMORY_POLICIES, memory_nodes
-from hybridgen.placement.hardware import GB, Hardware
+from hybridgen.placement.hardware import GB, Hardware, load_hardware
 from hybridgen.predict import limits_there, planned_choice
 from hybridgen.quantities import parse_tokens
 from hybridgen.selection.budget import most_kept
@@ -37,17 +37,7 @@ from hybridgen.selection.budget import most_kept
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The paper's platform C. Its paper gives the parts; every rate is assumed, none measured.
-PLATFORM_C = Hardware(
-    "platform C of the paper (rates assumed)",
-    gpu_memory_gib=31.8,  # RTX 5090
-    gpu_memory_gb_per_s=1792,  # data sheet
-    gpu_tflops=210,  # data sheet
-    h2d_gb_per_s=55,  # PCIe 5.0 x16, as it was measured on an H200's host
-    zero_copy_gb_per_s=50,  # likewise
-    cpu_scan_gb_per_s=300,  # Xeon 6960P: half of what 12 channels of DDR5-6400 give on paper
-    host_memory_gib=238,  # 128 GB of DRAM and 128 GB behind CXL
-)
+PLATFORM_C = load_hardware("platform-c")  # of the paper, which names its parts; the rates are assumed
 FAR_GB_PER_S = 26.0  # a CXL expander on eight lanes of PCIe 5.0: 32 on paper
 SWEEP = (13.0, 26.0, 52.0, 104.0)
 FAR_SHARES = {"local": (0.0, 0.0), "semantic": (0.0, 1.0), "interleave": (0.5, 0.5), "inverse": (1.0, 0.0)}  # of K, V
@@ -81,7 +71,8 @@ def points(arguments: argparse.Namespace) -> list[Point]:
             elif measured:
                 job |= {"flags": ["--model", model, "--seq", seq, "--batch", batch, "--weights", "random"]}
             else:
-                job |= {"model": model, "seq": seq, "batch": batch, "hardware": asdict(PLATFORM_C)}
+                hardware = asdict(replace(PLATFORM_C, source="platform-c"))  # not the path of this machine
+                job |= {"model": model, "seq": seq, "batch": batch, "hardware": hardware}
             rates = [None] if measured else arguments.far_gb_per_s or (SWEEP if model == JOBS[0][0] else [FAR_GB_PER_S])
             for memory in MEMORY_POLICIES:
                 for far in rates:

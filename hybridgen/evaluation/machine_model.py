@@ -7,17 +7,18 @@ the largest of compute and transfers, too. Where a layer waits for its own trans
 
   resident, evicting, streamed ahead, lookahead:   max over resources
   streamed not ahead, select (true query):         GPU + link + CPU, one after another
-  on_cpu:  m + (the others) / n, m the largest of them: n micro-batches staggered (n = 1: one after another)
+  on_cpu, n micro-batches staggered:               the largest of GPU, link and CPU, or all of them / n
+  lookahead, where the CPU scores:                 no less than (scan + link + GPU) / 2: two layers are under way
 
 FlexGen's T = L * Tpre + L * (n - 1) * Tgen is `Prediction.total_s`; layers need not be alike, so Tpre and Tgen are
 already summed up. Weights that are streamed come once a step for all micro-batches; the GPU reads all of them from its
 memory for each.
 
-The constants below are an H200's with 16 cores; another machine's may differ. With them the rows of
-experiments/results/decode_rows_h200.txt and compare_opt13b_32k_h200.txt are met within 15 %, but for Llama-3.1-8B at
-131k (23 % too fast) and hybridgen-paper (a third too fast): tests/smoke/test_predict.py. The model knows nothing of
+The constants below are an H200's with 16 cores; another machine's may differ. experiments/machine_model_check.py puts
+predictions beside what was measured, and says to which rows the constants were fitted. The model knows nothing of
 models so small that launches take longest, of blocks that age, of the codes and scores that some strategies make in a
-prefill, of plans that change (feedback), or of sequences of several lengths.
+prefill, of plans that change (feedback), of sequences of several lengths, or of queries that share a KV head where the
+CPU attends.
 """
 
 from __future__ import annotations
@@ -47,9 +48,18 @@ from hybridgen.selection.budget import most_kept
 GPU_MEMORY_REACHED = 0.75  # of the data sheet: torch's products read weights at 3.5 to 3.9 of 4.8 TB/s
 GPU_ARITHMETIC_REACHED = 0.6  # of the data sheet, in a prefill: OPT-13B, 32k tokens, 590 of 989 TFLOP/s
 # Of one layer, in seconds, beside what its bytes take:
-CHOICE_S = 180e-6  # predicting, scoring, choosing or evicting: small kernels, one after another
-HAND_OVER_S = 250e-6  # the CPU's part of a layer: a query goes, scores or a context come
-FETCH_S = 50e-6  # rows that the GPU alone chose: kernels of the fetch, not hidden
+CHOICE_S = 130e-6  # predicting, scoring, choosing: small kernels, one after another ...
+CHOICE_S_PER_SCORE = 41e-12  # ... which look at each query head's score of each row several times
+PARTIAL_S_PER_ROW = 0.29e-9  # InfiniGen's scores: products of rows of a few columns, far from the memory's rate
+# `logits`: choice and attention are torch operations that the host launches one by one, and the GPU waits for it.
+LAUNCHES_S = 3.4e-3
+# By policy: its own attention, and the search for what to evict; keyformer's noise is a long chain of operations.
+EVICTING_S = {"streaming_llm": 150e-6, "snapkv": 150e-6, "h2o": 200e-6, "keyformer": 310e-6}
+HAND_OVER_S = 250e-6  # the CPU's part of a layer: a query goes, scores come, and the next query
+ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
+FETCH_S = 80e-6  # rows that the GPU alone chose: kernels of the fetch, not hidden
+# How much longer a scan takes for each further query of a KV head: arithmetic (`hybridgen.bench cpu`, one and four).
+SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
 
 
 @dataclass(frozen=True)
@@ -140,29 +150,37 @@ def predict(
     gen: int,
     hardware: Hardware,
     spread: Spread | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
 ) -> Prediction:
     """Time of `run.batch` sequences of `prompt` tokens each, of which `gen` more are made.
 
-    modes: of the layers. spread: None for the config's share of weights, all else on GPU and host.
+    modes: of the layers. spread: None for the config's share of weights, all else on GPU and host. micro_batches: None
+    for as many as the config asks for.
     """
+    if micro_batches is None:
+        size = build.micro_batch_size(config, config.run.batch) or config.run.batch
+        micro_batches = math.ceil(config.run.batch / size)
     if spread is None:
         share = config.placement.weights_on_gpu
         spread = Spread(1.0 if share == "auto" else share)
     tokens = prompt + gen // 2  # in the middle of the decode steps
     kinds = Counter(zip(choice.spec.layers, modes, layer_elements(choice.family, choice.spec), strict=True))
     job = _Job(choice, config, hardware, spread, prompt, tokens, micro_batches)
-    beside, in_turn, background, waiting = job.head(), Load(), Load(), 0.0
+    beside, in_turn, background, waiting, jobs, chain = job.head(), Load(), Load(), 0.0, 0.0, job.head().gpu
     for (layer, mode, elements), times in kinds.items():
         load, streamed, own = job.step(layer, mode, elements)
-        background, waiting = background + streamed * times, waiting + own * times
-        if mode in ("on_cpu", "select") or (mode == "streamed" and not config.attention.stream_ahead):
-            in_turn += load * times
+        background += streamed * times
+        if mode == "on_cpu":
+            in_turn, jobs = in_turn + load * times, jobs + micro_batches * own * times
+        elif mode == "select" or (mode == "streamed" and not config.attention.stream_ahead):
+            in_turn, waiting = in_turn + load * times, waiting + own * times
         else:
-            beside += load * times
+            beside, waiting = beside + load * times, waiting + own * times
+            chain += times * ((load.gpu + load.h2d + load.cpu + own) / 2 if load.cpu else load.gpu)
     step = beside + in_turn + background
-    pieces = micro_batches if "on_cpu" in modes else 1
-    step_s = max(step.longest, beside.longest + one_after_another(in_turn, pieces)) + waiting
+    in_turn_s = one_after_another(in_turn + Load(cpu=jobs), micro_batches if jobs else 1)
+    link = step.h2d + (1.0 - job.link_beside_scan) * min(beside.cpu, step.h2d / job.link_beside_scan)
+    step_s = max(step.longest, link, beside.longest + in_turn_s, chain - waiting) + waiting
     prefill = sum((job.prefill(*kind) * times for kind, times in kinds.items()), Load())
     return Prediction(prefill.longest, step_s, prefill, step, gen, config.run.batch)
 
@@ -174,9 +192,12 @@ def layer_elements(family: type[DecoderModel], spec: ModelSpec) -> tuple[int, ..
 
 
 def one_after_another(load: Load, pieces: int) -> float:
-    """Of resources that wait for each other: the work goes through them in pieces, one behind the other."""
+    """Of resources that wait for each other: pieces of the work go round through all of them, layer after layer.
+
+    Either a resource always has one to work on, or each piece goes round as fast as if it were alone.
+    """
     parts = (load.gpu, load.cpu, load.h2d, load.d2h)
-    return max(parts) + (sum(parts) - max(parts)) / pieces
+    return max(*parts, sum(parts) / pieces)
 
 
 @dataclass(frozen=True)
@@ -225,18 +246,47 @@ class _Job:
         reads = self.micro_batches * elements * element + attended * layer.kv_bytes_per_token(element) + sketch
         flops = 2 * self.batch * elements + 4 * attended * layer.num_heads * layer.head_dim
         gpu = roofline_s(hardware, flops, reads + self.unpacking(elements))
-        chooses = mode in ("select", "lookahead", "evicting")
-        gpu += CHOICE_S * self.micro_batches if chooses else 0.0
+        gpu += self._bookkeeping(layer, mode, rows) * self.micro_batches
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
         link = on_dma / hardware.h2d + (moved.h2d - on_dma) / hardware.zero_copy
-        cpu = moved.cpu_read / hardware.cpu_scan(_key_type(config, self.choice))
+        cpu = moved.cpu_read / self._scan_rate(layer, mode)
         dram = (moved.cpu_read + 2 * moved.h2d - moved.link_read + moved.d2h) / hardware.host_dram
-        own = HAND_OVER_S if moved.cpu_read else FETCH_S if chooses and moved.link_read else 0.0
+        own = FETCH_S if mode in ("select", "lookahead", "evicting") and moved.link_read else 0.0
+        if moved.cpu_read:
+            own = ATTEND_HAND_OVER_S if mode == "on_cpu" else HAND_OVER_S
         return (
             Load(gpu, link, moved.d2h / hardware.d2h, cpu, dram),
             self._background(elements, moved),
             own,  # of one micro-batch: the others work meanwhile
         )
+
+    @property
+    def link_beside_scan(self) -> float:
+        """What of its rate the link keeps while the CPU scans, in (0, 1]; 1 where both at once were not measured."""
+        hardware = self.hardware
+        if hardware.host_dram_gb_per_s is None:
+            return 1.0
+        left = hardware.host_dram - hardware.cpu_scan(_key_type(self.config, self.choice))
+        return min(1.0, max(0.1, left / hardware.zero_copy))
+
+    def _scan_rate(self, layer: LayerSpec, mode: LayerMode) -> float:
+        """Bytes a second that the CPU reads to score, or to attend to."""
+        kind = _key_type(self.config, self.choice)
+        further = layer.num_heads // layer.num_kv_heads - 1
+        slower = 1.0 if mode == "on_cpu" else 1.0 + SLOWER_BY_QUERY[kind] * further
+        return self.hardware.cpu_scan(kind) / slower
+
+    def _bookkeeping(self, layer: LayerSpec, mode: LayerMode, rows: int) -> float:
+        """Seconds of a layer's small kernels, of one micro-batch."""
+        if mode == "evicting":
+            return EVICTING_S[self.config.eviction.policy]
+        if mode not in ("select", "lookahead"):
+            return 0.0
+        if mode == "lookahead" and self.config.attention.lookahead == "logits":
+            return LAUNCHES_S
+        scores = rows * self.batch / self.micro_batches
+        partial = PARTIAL_S_PER_ROW if self.config.cache.sketch == "partial" else 0.0
+        return CHOICE_S + scores * (CHOICE_S_PER_SCORE * layer.num_heads + partial * layer.num_kv_heads)
 
     def _on_gpu(self, layer: LayerSpec, mode: LayerMode, rows: int) -> tuple[float, float]:
         """Tokens of all sequences that the GPU attends to, and bytes of a sketch that it scores by."""

@@ -105,7 +105,7 @@ RESULTS = sorted(
 
 @pytest.mark.parametrize(("name", "file"), RESULTS, ids=[file.stem for _, file in RESULTS])
 def test_what_lies_in_results_can_be_plotted(name: str, file: Path, tmp_path: Path) -> None:
-    assert (file.with_suffix(".png")).exists()
+    assert experiment(name).draw is None or file.with_suffix(".png").exists()
     assert main(experiment(name), ["plot", str(file), "--png", str(tmp_path / "picture.png")]) == 0
     for point in load(file):
         assert not re.search(r'"/(?:root|home|work|tmp|mnt)\b', json.dumps(point)), "a path of a machine"

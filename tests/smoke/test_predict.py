@@ -41,6 +41,7 @@ POINTS = [
     ("compare_opt13b_32k_h200.txt", "aog", ("--strategy", "aog")),
     ("compare_opt13b_32k_h200.txt", "offload-dense", ("--strategy", "offload-dense")),
     ("compare_opt13b_32k_h200.txt", "hybridgen", ("--strategy", "hybridgen", *TENTH)),
+    ("compare_opt13b_32k_h200.txt", "hybridgen-paper", ("--strategy", "hybridgen-paper", *TENTH)),
     ("compare_opt13b_32k_h200.txt", "infinigen", ("--strategy", "infinigen", *TENTH)),
     ("compare_opt13b_32k_h200.txt", "quest", ("--strategy", "quest", *TENTH)),
     ("compare_opt13b_32k_h200.txt", "h2o", ("--strategy", "h2o")),
@@ -55,19 +56,32 @@ POINTS = [
         )
         for home, percent in (("host", 2), ("host", 10), ("gpu", 2), ("gpu", 5))
     ),
-    (
-        "decode_rows_h200.txt",
-        "llama-3.1-8b 131000 gpu int2 2%",
-        (*LLAMA, *LESS, "--sketch", "int2", "--sketch-home", "gpu", "--keep", "0.02"),
+    ("decode_rows_h200.txt", "opt-13b 32k fp16 28%", (*LESS, "--keep", "0.28")),
+    ("decode_rows_h200.txt", "llama-3.1-8b 131000 int8 10%", (*LLAMA, *LESS, *TENTH, "--key-type", "int8")),
+    *(
+        (
+            "decode_rows_h200.txt",
+            f"llama-3.1-8b 131000 {home} int2 2%",
+            (*LLAMA, *LESS, "--sketch", "int2", "--sketch-home", home, "--keep", "0.02"),
+        )
+        for home in ("host", "gpu")
+    ),
+    *(
+        ("decode_rows_h200.txt", f"opt-13b {name}", ("--seq", seq, "--batch", "8", "--gen", "40", *flags))
+        for name, seq, flags in (
+            ("4k x 8 aoc", "4k", ("--strategy", "aoc", "--gpu-window", "64")),
+            ("512 x 8 aoc", "512", ("--strategy", "aoc", "--gpu-window", "64")),
+            ("512 x 8 moe-lightning, two", "512", ("--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
+        )
     ),
 ]
 
 
 @pytest.mark.parametrize(("file", "row", "flags"), POINTS, ids=[row for _, row, _ in POINTS])
 def test_what_was_measured_is_predicted(tmp_path: Path, file: str, row: str, flags: tuple[str, ...]) -> None:
-    """Within 25 %. Three constants of the model (choice, hand-over, fetch) were chosen by these very points."""
+    """Within 15 %. experiments/machine_model_check.py says to which of these the model's constants were fitted."""
     ms = predicted(tmp_path, *OPT, *flags)["prediction"]["ms_per_token"]
-    assert ms == pytest.approx(measured(file, row), rel=0.25)
+    assert ms == pytest.approx(measured(file, row), rel=0.15)
 
 
 def test_a_policy_and_the_command_that_realises_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
