@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from machine_model_check import FITTED, SPEED, WITHIN, error_of, measure, points, summary
 
-
 # Measured on a box whose memory gave a quarter less than the file of its kind has: call H of decode_rows_h200.txt.
 SLOW_BOX = {"decode_rows_h200: opt-13b 768 x 8 moe-lightning, two"}
 
