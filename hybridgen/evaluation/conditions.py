@@ -33,6 +33,7 @@ from hybridgen.engine.memory_budget import fit_weights
 from hybridgen.engine.report import current_commit
 from hybridgen.errors import ConfigError, InsufficientMemoryError, UnknownNameError
 from hybridgen.evaluation.paired import CONFIDENCE
+from hybridgen.machine import this_gpu
 from hybridgen.models.loading import weight_bytes
 from hybridgen.placement.plan import MemoryPlan
 from hybridgen.quantities import parse_keep, parse_tokens
@@ -256,6 +257,17 @@ def advances(bar: tqdm[NoReturn]) -> Callable[[int], None]:
         bar.update(count)
 
     return advance
+
+
+def identity(llms: Sequence[LLM], conditions: Sequence[Condition]) -> dict[str, Any]:
+    """What any result depends on beside a job's own flags, but the code."""
+    llm = llms[-1]
+    return {
+        "model": llm.spec.name,
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "machine": [llm.device.type, this_gpu()],
+        "conditions": [[condition.name, condition.config.to_dict()] for condition in conditions],
+    }
 
 
 def report_head(llms: Sequence[LLM], conditions: Sequence[Condition], strategy: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from hybridgen.evaluation.conditions import (
     Condition,
     admit_conditions,
     advances,
+    identity,
     make_conditions,
     open_conditions,
     report_head,
@@ -36,7 +37,6 @@ from hybridgen.evaluation.conditions import (
 from hybridgen.evaluation.document import Document, hidden_fact_document
 from hybridgen.evaluation.item_store import Item, ItemStore
 from hybridgen.evaluation.needle_results import format_needle, summarise_needle, write_heat_map
-from hybridgen.machine import this_gpu
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
 from hybridgen.output import write_whole
 from hybridgen.quantities import parse_tokens
@@ -167,12 +167,8 @@ def _identity(
     llms: Sequence[LLM], conditions: Sequence[Condition], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """All that an item depends on, but the code; the whole grid, as seeds and batches depend on it."""
-    llm = llms[-1]
     return {
-        "model": llm.spec.name,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "machine": [llm.device.type, this_gpu()],
-        "conditions": [[condition.name, condition.config.to_dict()] for condition in conditions],
+        **identity(llms, conditions),
         "lengths": list(arguments.lengths),
         "depths": arguments.depths,
         "documents": arguments.documents,

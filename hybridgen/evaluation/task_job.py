@@ -22,6 +22,7 @@ from hybridgen.evaluation.conditions import (
     Condition,
     admit_conditions,
     advances,
+    identity,
     make_conditions,
     open_conditions,
     report_head,
@@ -32,7 +33,6 @@ from hybridgen.evaluation.loglikelihood import Request, cut_batches, encode, sco
 from hybridgen.evaluation.processes import Processes, join
 from hybridgen.evaluation.task_results import format_tasks, mean_of_tasks, summarise_task
 from hybridgen.evaluation.tasks import TaskData, find_task, load_task
-from hybridgen.machine import this_gpu
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
 from hybridgen.output import write_whole
 
@@ -153,12 +153,8 @@ def _identity(
     llms: Sequence[LLM], conditions: Sequence[Condition], data: TaskData, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """All that an item depends on, but the code; the limit, as batches depend on it."""
-    llm = llms[-1]
     return {
-        "model": llm.spec.name,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "machine": [llm.device.type, this_gpu()],
-        "conditions": [[condition.name, condition.config.to_dict()] for condition in conditions],
+        **identity(llms, conditions),
         "data": data.digest,
         "num_fewshot": arguments.num_fewshot,
         "limit": arguments.limit,
