@@ -42,6 +42,7 @@ HELD_OUT = 8  # of so many sequences two are held out: one to choose the ridge b
 _LEFT_OUT = (
     "--strategy", "--seq", "--gen", "--batch", "--seed", "--weights", "--gpu-window", "--keep", "--keep-mass",
     "--min-keep", "--lookahead", "--key-type", "--sketch", "--sketch-home", "--schedule", "--target-ms",
+    "--synthetic-kv",
 )  # fmt: skip
 
 

@@ -61,11 +61,22 @@ _FLAGS: list[tuple[str, str, Callable[[str], Any], str, str]] = [
 ]  # fmt: skip
 
 
+SYNTHETIC_KV = "--synthetic-kv"
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
     """The flags that fill a Config, `--strategy` and `--set`. leave_out: those that the command does without."""
     for flag, path, read, metavar, help_text in _FLAGS:
         if flag not in leave_out:
             parser.add_argument(flag, dest=path, type=read, metavar=metavar, help=help_text)
+    if SYNTHETIC_KV not in leave_out:
+        parser.add_argument(
+            SYNTHETIC_KV,
+            dest="runtime.synthetic_kv",
+            action="store_true",
+            default=None,
+            help="with random weights: draw the prompt's K and V at random instead of computing them",
+        )
     if "--strategy" not in leave_out:
         parser.add_argument(
             "--strategy",
@@ -95,6 +106,8 @@ def assigned_settings(arguments: argparse.Namespace) -> Settings:
     flags = {
         path: Setting(value, flag) for flag, path, *_ in _FLAGS if (value := getattr(arguments, path, None)) is not None
     }
+    if getattr(arguments, "runtime.synthetic_kv", None):
+        flags["runtime.synthetic_kv"] = Setting(True, SYNTHETIC_KV)
     return assigned | flags
 
 

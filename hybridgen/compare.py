@@ -37,6 +37,7 @@ from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.report import current_commit
+from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.errors import ConfigError, HybridGenError
 from hybridgen.evaluation.budgets import ATTENDS_TO_ALL, BudgetError, Split, with_budget, with_keep
 from hybridgen.evaluation.comparison import (
@@ -103,6 +104,10 @@ class _Job:
     given: bool  # whether what is kept of the host is among those
 
     @property
+    def synthetic_kv(self) -> bool:
+        return "runtime.synthetic_kv" in self.assigned and bool(self.assigned["runtime.synthetic_kv"].value)
+
+    @property
     def matched(self) -> str | None:
         """What was made equal."""
         if self.budget is not None:
@@ -142,6 +147,8 @@ def _run(argv: list[str]) -> int:
     weights = _load(job.choice, reference.config)
     if weights.kind == "random":
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): agreement and KL mean nothing for quality ***")
+        if job.synthetic_kv:
+            print(f"*** {SYNTHETIC_KV_NOTE} ***")
         if job.budget is None and job.keep is None and not job.given:
             job.keep = RANDOM_KEEP
             _random_keep(job, contestants, settings)

@@ -166,6 +166,7 @@ class RuntimeConfig:
     # Threads that torch computes with on the CPU; auto: all cores that the scan leaves, fewer while others use them.
     torch_threads: int | Literal["auto"] = "auto"
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
+    synthetic_kv: bool = False  # with random weights: the prompt's K and V are drawn, not computed (synthetic_kv.py)
 
 
 @dataclass(frozen=True)
@@ -467,6 +468,11 @@ def _check_ranges(config: Config, settings: Mapping[str, Setting]) -> None:
         if value is not None and not holds(value):
             source = settings[path].source if path in settings else "the default"
             raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
+    if config.runtime.synthetic_kv and config.model.weights != "random":
+        raise ConfigError(
+            f"--synthetic-kv with model.weights = {config.model.weights!r}: over keys and values that are no prompt's "
+            "the output means nothing (allowed: --weights random)"
+        )
     selection = config.selection
     if selection.keep is None and selection.keep_mass is None and selection.alpha is None:
         raise ConfigError("selection.keep and selection.keep_mass are both null: give one of them")

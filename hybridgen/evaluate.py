@@ -131,7 +131,7 @@ def _parser() -> Parser:
         help=f"a further condition from the same prefill; words: {VARIANT_HELP}, and "
         "settings by their dotted names; repeatable",
     )
-    add_engine_flags(parser, leave_out=("--seq", "--gen", "--batch", "--seed"))
+    add_engine_flags(parser, leave_out=("--seq", "--gen", "--batch", "--seed", "--synthetic-kv"))
     parser.add_argument("--report", type=Path, metavar="F", help="write a JSON report, anew after each batch")
     return parser
 

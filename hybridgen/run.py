@@ -30,6 +30,7 @@ from hybridgen.engine.llm import LLM
 from hybridgen.engine.memory_budget import WITHOUT_AUTO
 from hybridgen.engine.report import build_report, write_report
 from hybridgen.engine.sampler import Sampler
+from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.engine.trace import TRACED_STEPS, build_trace, write_trace
 from hybridgen.errors import ConfigError
 from hybridgen.evaluation.judge import FullAttentionCheck, judge
@@ -88,6 +89,8 @@ def _run(argv: list[str]) -> int:
     weights = _load(choice, config, text is not None)
     if weights.kind == "random":
         print(f"*** RANDOM WEIGHTS ({weights.random_reason}): the output is meaningless, only speed is measured ***")
+        if config.runtime.synthetic_kv:
+            print(f"*** {SYNTHETIC_KV_NOTE} ***")
         if config.model.weights != "random" and not keep_given:
             config = _random_keep(config)
         if config.schedule.mode == "feedback":

@@ -38,7 +38,7 @@ def format_table(report: dict[str, Any]) -> str:
             "strategy",
             f"{report['strategy']}, {report['batch']} x {max(report['prompt_tokens'])} prompt tokens",
         ),
-        ("prefill", f"{report['prefill_s']:.2f} s"),
+        ("prefill", f"{report['prefill_s']:.2f} s" + (" to fill synthetic KV" if report["synthetic_kv"] else "")),
     ]
     if decode["median"] is not None:
         rows += [

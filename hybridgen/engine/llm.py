@@ -26,6 +26,7 @@ from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, is_steered
 from hybridgen.engine.scheduling import make_schedule, observe
+from hybridgen.engine.synthetic_kv import SyntheticPrefill
 from hybridgen.engine.torch_threads import TorchThreads
 from hybridgen.errors import CheckpointError, ConfigError
 from hybridgen.models.tokenizer import Tokenizer, load_tokenizer
@@ -132,6 +133,8 @@ class LLM:
         chunk = build.prefill_chunk(config, self.device)
         fitted = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
         self._prefill = Prefill(self.model, self._machine.weights, chunk)
+        if config.runtime.synthetic_kv:
+            self._prefill = SyntheticPrefill(self.model, self._machine.weights, chunk, config.run.seed)
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)

@@ -74,7 +74,7 @@ class Prefill:
         prompts: Sequence[Sequence[int]],
         mirrors: Sequence[Batch],
         progress: Callable[[int], None] | None,
-    ) -> list[_PrefillState]:
+    ) -> list[PrefillState]:
         """What `run` does, up to the last layer's output."""
         self._check_room([batch, *mirrors], prompts)
         if mirrors and not all(layer.prefills_densely for one in (batch, *mirrors) for layer in one.all_layers()):
@@ -83,17 +83,17 @@ class Prefill:
                 "prompt's tokens attend to differs (allowed: 'dense')"
             )
         states = [
-            _PrefillState(
+            PrefillState(
                 self.model, micro_batch, [prompts[member] for member in micro_batch.members], self._chunk
             )
             for micro_batch in batch.micro_batches
         ]
-        places = _KVPlaces(self.model, max(max(state.lengths) for state in states))
+        places = KVPlaces(self.model, max(max(state.lengths) for state in states))
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
             for index, state in enumerate(states):
                 same = [mirror.micro_batches[index] for mirror in mirrors]
-                self._layer(layer, state, same, places)
+                self.layer(layer, state, same, places)
             if progress is not None:
                 progress(layer)
         places.wait()
@@ -102,8 +102,8 @@ class Prefill:
                 micro_batch.grow(state.lengths, state.texts)
         return states
 
-    def _layer(
-        self, layer: int, state: _PrefillState, mirrors: list[MicroBatch], places: _KVPlaces
+    def layer(
+        self, layer: int, state: PrefillState, mirrors: list[MicroBatch], places: KVPlaces
     ) -> None:
         """All tokens of all sequences through one layer; K and V then move to where they are kept."""
         model, weights, chunk = self.model, self._weights.wait(layer), self._chunk
@@ -129,10 +129,10 @@ class Prefill:
     def _attend_prompt(
         self,
         layer: int,
-        state: _PrefillState,
+        state: PrefillState,
         mirrors: list[MicroBatch],
-        places: _KVPlaces,
-        prompt: _Prompt,
+        places: KVPlaces,
+        prompt: PromptTokens,
         projected: tuple[Tensor, ...] | None,
     ) -> Tensor:
         """Attention of one prompt's tokens, [T, Hq * d]; K and V move to all sequences that the prompt goes to.
@@ -141,12 +141,8 @@ class Prefill:
         """
         model, weights, spec = self.model, self._weights.wait(layer), self.model.spec.layers[layer]
         attention, chunk, start, end = state.micro_batch.layers[layer], self._chunk, prompt.start, prompt.end
-        past = attention.past_rows(prompt.sequences[0], prompt.past)
-        if mirrors and past != prompt.past:
-            raise ValueError("mirrors of a batch that has evicted tokens: they would miss these")
-        keys, values = places.next(spec, past + end - start)
-        if past:
-            attention.load_past(prompt.sequences[0], keys, values)
+        keys, values = self.place_of(layer, state, mirrors, places, prompt)
+        past = keys.shape[1] - (end - start)
         if projected is not None:
             query, key, value = projected
             queries = query.contiguous()
@@ -159,13 +155,41 @@ class Prefill:
                 keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
                 queries[piece.start - start : piece.stop - start] = query
         context = attention.prompt_context(prompt.sequences[0], queries, keys, values, spec, chunk)
+        self.store(layer, state, mirrors, places, prompt, queries, keys, values)
+        return context
+
+    def place_of(
+        self, layer: int, state: PrefillState, mirrors: list[MicroBatch], places: KVPlaces, prompt: PromptTokens
+    ) -> tuple[Tensor, Tensor]:
+        """Room for keys, values [Hkv, n, d] of a prompt in one layer; those of the tokens before it are there."""
+        attention = state.micro_batch.layers[layer]
+        past = attention.past_rows(prompt.sequences[0], prompt.past)
+        if mirrors and past != prompt.past:
+            raise ValueError("mirrors of a batch that has evicted tokens: they would miss these")
+        keys, values = places.next(self.model.spec.layers[layer], past + prompt.end - prompt.start)
+        if past:
+            attention.load_past(prompt.sequences[0], keys, values)
+        return keys, values
+
+    def store(
+        self,
+        layer: int,
+        state: PrefillState,
+        mirrors: list[MicroBatch],
+        places: KVPlaces,
+        prompt: PromptTokens,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Keys, values of `place_of`, filled, move to all sequences that the prompt goes to; queries: its own."""
+        new = queries.shape[0]
+        first_piece = keys.shape[1] - new + min(new, self._chunk)
         tickets: list[Ticket] = []
         for sequence in prompt.sequences:
             for micro_batch in (state.micro_batch, *mirrors):
-                stored = micro_batch.layers[layer].store
-                tickets += stored(sequence, keys, values, queries, past + min(end - start, chunk))
+                tickets += micro_batch.layers[layer].store(sequence, keys, values, queries, first_piece)
         places.leave(tickets)
-        return context
 
     def _check_room(self, batches: Sequence[Batch], prompts: Sequence[Sequence[int]]) -> None:
         for batch in batches:
@@ -183,7 +207,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class PromptTokens:
     """Tokens start to end of a micro-batch, which follow `past` others in each of `sequences`."""
 
     sequences: list[int]
@@ -192,7 +216,7 @@ class _Prompt:
     end: int
 
 
-class _PrefillState:
+class PrefillState:
     """The prompt tokens of one micro-batch, laid end to end: no padding, whatever their lengths.
 
     What several sequences get after the same tokens is there once. Prompts that are short go through the layers in
@@ -205,16 +229,16 @@ class _PrefillState:
         self.micro_batch = micro_batch
         self.lengths = [past + len(prompt) for past, prompt in zip(micro_batch.lengths, prompts, strict=True)]
         numbers: dict[Hashable, int] = {}
-        distinct: list[_Prompt] = []
+        distinct: list[PromptTokens] = []
         tokens: list[int] = []
         for sequence, ids in enumerate(prompts):
             number = numbers.setdefault((self._held(sequence), tuple(ids)), len(distinct))
             if number == len(distinct):
                 past, start = micro_batch.lengths[sequence], len(tokens)
-                distinct.append(_Prompt([], past, start, start + len(ids)))
+                distinct.append(PromptTokens([], past, start, start + len(ids)))
                 tokens += ids
             distinct[number].sequences.append(sequence)
-        self.groups: list[list[_Prompt]] = []
+        self.groups: list[list[PromptTokens]] = []
         for prompt in distinct:
             if not self.groups or prompt.end - self.groups[-1][0].start > chunk:
                 self.groups.append([])
@@ -250,7 +274,7 @@ def _pieces(start: int, end: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, end)) for first in range(start, end, chunk)]
 
 
-class _KVPlaces:
+class KVPlaces:
     """Two places for K and V of a sequence in one layer: while those of one leave, the next ones are made."""
 
     def __init__(self, model: DecoderModel, longest: int) -> None:

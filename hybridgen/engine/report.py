@@ -51,6 +51,7 @@ def build_report(
         "model": llm.spec.name,
         "weights": llm.weights.kind,
         "weights_random_because": llm.weights.random_reason,
+        "synthetic_kv": llm.config.runtime.synthetic_kv,
         "weights_on_gpu": llm.weights_on_gpu,
         "placement": {**llm.placement, "kv": _kv_shares(batch)},
         "weights_packed": llm.weights_packed,

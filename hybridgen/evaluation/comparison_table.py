@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.placement.plan import GIB
 
 SMALLEST_KL = 1e-7  # that is told from 0: exact strategies differ by rounding
@@ -51,6 +52,8 @@ def format_comparison(content: Mapping[str, Any]) -> str:
         )
     if content["weights"] == "random":
         notes.append("random weights: agreement and KL mean nothing for quality")
+    if any((entry["config"] or {}).get("runtime", {}).get("synthetic_kv") for entry in content["strategies"]):
+        notes.append(SYNTHETIC_KV_NOTE)
     return "\n".join([title, "", _align(lines), "", *notes])
 
 

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridgen import __main__, compare
 from hybridgen.config import strategy_names, with_settings
 from hybridgen.engine.llm import LLM
+from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.errors import InsufficientMemoryError
 from hybridgen.evaluation.comparison import Reference
 from hybridgen.evaluation.comparison_store import ComparisonStore
@@ -424,3 +425,13 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert "within 4 of the largest logit, at most 0.2 of them" in rows["infinigen"]
     assert "20 % of the columns of skewed keys on the device" in rows["infinigen"]
     assert "bounds of pages of 16 tokens on the device" in rows["quest"]
+
+
+def test_synthetic_kv(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All strategies decode over the same random K and V, and table and files say that these are synthetic."""
+    more = ("--synthetic-kv", "--strategies", "full,hybridgen,aoc", "--keep", "1.0", "--rounds", "1")
+    assert compare.main(flags(tiny, tmp_path, *more)) == 0
+    assert capsys.readouterr().out.count(SYNTHETIC_KV_NOTE) == 2
+    for entry in by_name(tmp_path).values():
+        assert entry["config"]["runtime"]["synthetic_kv"] is True
+        assert abs(entry["summary"]["kl_nats"]) < 1e-6
