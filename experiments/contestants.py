@@ -25,10 +25,10 @@ from hybridgen.evaluation.budgets import with_budget
 
 BUDGETS = Path(__file__).parent / "results" / "match_budgets_smollm2_2k.json"
 TARGET = "keep 0.1"
-GEN, ROUNDS = 24, 2
+GEN, ROUNDS = 12, 2
 SMOKE_BUDGETS = {method: {"each": 0.5, "reached": False} for method in METHODS}  # of short contexts
 HOST = {"eviction.home": "host"}
-LABEL = "random weights, budgets matched on SmolLM2"
+LABEL = "random weights and KV, budgets matched on SmolLM2"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def measure(point: Point) -> Result:
         if wanted["kind"] == "predicted":
             return {"predictions": {file.stem: _predicted(file, wanted["hardware"], words) for file in files}}
         # Each keeps what its file says, which a flag on that says to `compare`.
-        words += ["--weights", "random", "--rounds", str(wanted["rounds"]), "--set", "selection.min_keep=0"]
+        words += ["--weights", "random", "--synthetic-kv", "--rounds", str(wanted["rounds"])]
+        words += ["--set", "selection.min_keep=0"]
         out: Path = point.local["folder"]
         out.mkdir(parents=True, exist_ok=True)
         command_run("compare", *words, "--strategies", ",".join(map(str, files)), "--out", str(out))

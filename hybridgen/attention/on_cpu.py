@@ -55,13 +55,18 @@ class OnCpuAttention(TieredAttention):
         kv.grow()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> Tensor:
-        assert self._window is not None
-        context, on_host = self._window[0], self._on_host
-        if on_host is not None:
-            with self._telemetry.span("link_wait", self._layer):
-                partial = on_host.partial()
-            with self._telemetry.span("merge", self._layer):
-                context = merge(self._window, partial)
-            on_host.release(self._transfer.mark())
+        window, on_host = self._window, self._on_host
+        assert window is not None
         self._window = self._on_host = None
-        return self.pieces.hold("context", context.to(query.dtype).reshape(query.shape[0], -1))
+        if on_host is None:
+            return self.pieces.hold("context", window[0].to(query.dtype).reshape(query.shape[0], -1))
+        with self._telemetry.span("link_wait", self._layer):
+            partial = on_host.partial()
+
+        def work() -> Tensor:
+            return merge(window, partial).to(query.dtype).reshape(query.shape[0], -1)
+
+        with self._telemetry.span("merge", self._layer):
+            context = self.pieces.run("merge", (*window, *partial), work, lasts=False)
+        on_host.release()
+        return context

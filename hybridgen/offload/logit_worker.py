@@ -11,7 +11,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +57,12 @@ class _Buffers(_InFlight):
 
 @dataclass(eq=False, kw_only=True)
 class _AttentionBuffers(_InFlight):
-    """Of attention by the CPU; float32. place: shape of the query."""
+    """Of attention by the CPU; float32. place: shape of the query, and the layer."""
 
     context: HostBuffer  # [B, Hq, d]
     log_sum: HostBuffer  # [B, Hq]
+    # Of the job before: keys, values, lengths, and what these came to for `hybridgen._C`.
+    asked: tuple[HostBuffer | ScannedKeys, HostBuffer, list[int], dict[str, Any]] | None = None
 
 
 class ScanTicket:
@@ -96,16 +101,15 @@ class AttentionTicket:
         """Context [B, Hq, d] and log sum exp(logit) [B, Hq], float32, in host memory that the device reads.
 
         As of `ScanTicket.logits`: it is there for what is issued from now on. Read each once. A sequence without host
-        rows has 0 and -inf.
+        rows has 0 and -inf. The same tensors for a layer in every step, so that what reads them may be a piece.
         """
         self._worker._await(self._job, self._buffers, "cpu_attention", self._layer)
         context, log_sum = self._buffers.context.device_view, self._buffers.log_sum.device_view
         self._worker._telemetry.count_bytes("h2d", context.nbytes + log_sum.nbytes)
         return context, log_sum
 
-    def release(self, after: Ticket) -> None:
-        """Once `after` is over the result is not needed any more."""
-        self._buffers.last_use = after
+    def release(self) -> None:
+        """What was issued to the running stream so far is all that reads the result."""
         self._worker._free_attention[self._buffers.place].append(self._buffers)
 
 
@@ -141,7 +145,7 @@ class LogitWorker:
         self._unsettled: deque[tuple[int, str, int, tuple[object, ...]]] = deque()
         if self._signals:
             transfer.telemetry.settle = self._settle
-        self._free_attention: dict[tuple[int, ...], deque[_AttentionBuffers]] = {}
+        self._free_attention: dict[tuple[int, ...], list[_AttentionBuffers]] = {}
 
     @property
     def threads(self) -> int:
@@ -209,7 +213,9 @@ class LogitWorker:
             **arguments,
         )
         if self._signals:
-            self._start_by_signal(job, buffers, query, "scan", layer, (keys, rows))
+            target, start = buffers.query.device_view, buffers.words[0]
+            send = partial(self._transfer.copy_and_signal, target, query, buffers.last_use, start)
+            self._start_by_signal(job, buffers, "scan", layer, (keys, rows), send)
         else:
             if self._lazy and rows_copied is not None:
                 rows_copied.wait()
@@ -231,36 +237,30 @@ class LogitWorker:
         in host memory. Both stay unchanged as long as a scan's keys, and what was read is counted as a scan's.
         ValueError: what does not fit.
         """
-        _, _, arguments = described(query, keys, lengths)
-        rows = values.tensor
-        if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
-            raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
-        if rows.dtype not in KEY_TYPES or rows.stride(3) != 1 or max(lengths) > rows.shape[2]:
-            raise ValueError(
-                f"values: {rows.dtype} {tuple(rows.shape)} for lengths {lengths} (allowed: {list(KEY_TYPES)}, channels "
-                "contiguous, a row for each token)"
-            )
-        buffers = self._take_attention_buffers(tuple(query.shape))
+        buffers, free = self._attention_buffers(tuple(query.shape), layer)
+        if buffers.asked is None or not (
+            buffers.asked[0] is keys and buffers.asked[1] is values and buffers.asked[2] == lengths
+        ):
+            buffers.asked = keys, values, list(lengths), _described_attention(query, keys, values, lengths)
+        free.remove(buffers)
         copied = Ticket()
         if not self._signals:
-            buffers.last_use.wait_host()
             copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
         if self._lazy:
             buffers.context.tensor.fill_(float("nan"))
             buffers.log_sum.tensor.fill_(float("nan"))
         job = self._pool.submit_attention(
             query=buffers.query.tensor.data_ptr(),
-            values=rows.data_ptr(),
-            value_type=KEY_TYPES[rows.dtype],
-            value_strides=tuple(rows.stride()[:3]),
             context=buffers.context.tensor.data_ptr(),
             log_sum=buffers.log_sum.tensor.data_ptr(),
             scale=scale,
             hold=True,
-            **arguments,
+            **buffers.asked[3],
         )
         if self._signals:
-            self._start_by_signal(job, buffers, query, "cpu_attention", layer, (keys, values))
+            # In the running stream, which has read the result of the job before: half the calls of a copy beside it.
+            send = partial(self._transfer.write_and_signal, buffers.query.device_view, query, buffers.words[0])
+            self._start_by_signal(job, buffers, "cpu_attention", layer, (keys, values), send)
         else:
             self._start_after(copied, job)
         return AttentionTicket(self, job, buffers, layer)
@@ -273,19 +273,28 @@ class LogitWorker:
             self._telemetry.settle = None
 
     def _start_by_signal(
-        self, job: int, buffers: _InFlight, query: Tensor, stage: str, layer: int, reads: tuple[object, ...]
+        self,
+        job: int,
+        buffers: _InFlight,
+        stage: str,
+        layer: int,
+        reads: tuple[object, ...],
+        send: Callable[[int], None],
     ) -> None:
-        """The device sends the query and starts the job; reads: what has to live as long as that."""
+        """The device sends the query and starts the job. reads: what has to live as long as that.
+
+        send: has it do so, by setting the start word to a number.
+        """
         buffers.turn = (buffers.turn + 1) % (1 << 32)
         start, done = buffers.words
         try:
             self._pool.watch(job, start.tensor.data_ptr(), done.tensor.data_ptr(), buffers.turn)
             self._unsettled.append((job, stage, layer, (buffers, *reads)))
-            self._transfer.copy_and_signal(buffers.query.device_view, query, buffers.last_use, start, buffers.turn)
+            send(buffers.turn)
         except BaseException:
             # It is done by some older query, and nobody looks: but those behind it get their turn. Not before the
             # device has set the word for the job before, which would put it back.
-            buffers.last_use.wait_host()
+            self._transfer.finish()
             start.tensor.view(torch.uint32).fill_(buffers.turn)
             raise
 
@@ -366,16 +375,38 @@ class LogitWorker:
             job, stage, layer, _in_use = self._unsettled.popleft()
             self._count(job, stage, layer, help_=False)
 
-    def _take_attention_buffers(self, shape: tuple[int, ...]) -> _AttentionBuffers:
-        """Those that are free for the longest time. Two or more in turn: a query may leave before the context of the
-        layer before has been read."""
-        free = self._free_attention.setdefault(shape, deque())
-        if len(free) > 1:
-            return free.popleft()
-        sizes = (shape, shape, shape[:2])
-        slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes) + self._word_bytes, self._device)
-        query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
-        return _AttentionBuffers(
-            query=query, context=context, log_sum=log_sum, last_use=Ticket(), place=shape, number=next(self._numbers),
-            words=self._words(slab),
-        )  # fmt: skip
+    def _attention_buffers(
+        self, shape: tuple[int, ...], layer: int
+    ) -> tuple[_AttentionBuffers, list[_AttentionBuffers]]:
+        """The same ones for a layer in every step, each micro-batch its own; and all that are free, these included."""
+        place = (*shape, layer)
+        free = self._free_attention.setdefault(place, [])
+        if not free:
+            sizes = (shape, shape, shape[:2])
+            slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes) + self._word_bytes, self._device)
+            query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
+            made = _AttentionBuffers(
+                query=query, context=context, log_sum=log_sum, last_use=Ticket(), place=place,
+                number=next(self._numbers), words=self._words(slab),
+            )  # fmt: skip
+            free.append(made)
+        return min(free, key=lambda some: some.number), free
+
+
+def _described_attention(
+    query: Tensor, keys: HostBuffer | ScannedKeys, values: HostBuffer, lengths: list[int]
+) -> dict[str, Any]:
+    """What `hybridgen._C` wants to know of them. ValueError: what does not fit."""
+    _, _, arguments = described(query, keys, lengths)
+    rows = values.tensor
+    if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
+        raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
+    if rows.dtype not in KEY_TYPES or rows.stride(3) != 1 or max(lengths) > rows.shape[2]:
+        raise ValueError(
+            f"values: {rows.dtype} {tuple(rows.shape)} for lengths {lengths} (allowed: {list(KEY_TYPES)}, channels "
+            "contiguous, a row for each token)"
+        )
+    of_values = {
+        "values": rows.data_ptr(), "value_type": KEY_TYPES[rows.dtype], "value_strides": tuple(rows.stride()[:3]),
+    }  # fmt: skip
+    return arguments | of_values

@@ -30,6 +30,9 @@ class Signals:
         word.tensor.view(torch.uint32).fill_(value)
         self.sent += 1
 
+    def write_and_signal(self, target: Tensor, source: Tensor, word: HostBuffer, value: int) -> None:
+        self.copy_and_signal(target, source, Ticket(), word, value)
+
     def await_signal(self, word: HostBuffer, value: int) -> None:
         until = time.perf_counter() + 20
         while int(word.tensor.view(torch.uint32)) != value:
@@ -40,9 +43,10 @@ class Signals:
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> Signals:
     made = Signals()
-    copy, wait = made.copy_and_signal, made.await_signal
+    copy, write, wait = made.copy_and_signal, made.write_and_signal, made.await_signal
     monkeypatch.setattr(ImmediateTransfer, "signals", True)
     monkeypatch.setattr(ImmediateTransfer, "copy_and_signal", lambda self, *args: copy(*args))
+    monkeypatch.setattr(ImmediateTransfer, "write_and_signal", lambda self, *args: write(*args))
     monkeypatch.setattr(ImmediateTransfer, "await_signal", lambda self, *args: wait(*args))
     return made
 

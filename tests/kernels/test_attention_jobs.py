@@ -15,7 +15,7 @@ import torch
 from hybridgen import _C
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.offload.logit_worker import LogitWorker
-from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, Ticket, TransferEngine
+from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, TransferEngine
 from hybridgen.telemetry import Telemetry
 from tests.kernels.scan_case import ISAS, KEY_TYPES, QuantizedCase, ScanCase, exact, nan_of, store
 from tests.kernels.test_guard_pages import between_guards
@@ -243,7 +243,7 @@ def test_the_worker_attends_and_counts(make: type[TransferEngine], threads: int)
             want = logits.softmax(-1) @ values[b, :, :length].float()
             torch.testing.assert_close(context[b].view(3, 2, 16), want, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(log_sum[b].view(3, 2), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        ticket.release(Ticket())
+        ticket.release()
     assert telemetry.bytes_moved == {
         "d2h": 5 * 2 * 6 * 16 * 4,
         "h2d": 5 * 2 * 6 * (16 + 1) * 4,
