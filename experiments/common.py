@@ -72,7 +72,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Experiment:
-    """name: of its results. measure: a point's result, as JSON values. table, draw: from the points of a JSON file."""
+    """name: of its results. measure: a point's result, as JSON values. table, draw: from the points of a JSON file.
+
+    points: of the flags, among which `out` is the folder of the points' files.
+    """
 
     name: str
     about: str
@@ -209,6 +212,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def _run(experiment: Experiment, arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or RESULTS / (f"{experiment.name}-smoke" if arguments.smoke else experiment.name)
+    arguments.out = out
     out.mkdir(parents=True, exist_ok=True)
     grid = experiment.points(arguments)
     number, count = arguments.part

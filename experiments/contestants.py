@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from common import Point, Result, command_run
+from comparisons import compare, write_strategy
 from match_budgets import METHODS, budget_on, read_matches
 
 from hybridgen.config import Setting, Settings, build_config, load_strategy, merge_settings
@@ -94,13 +94,7 @@ def strategy_file(
         modes = layer_modes(config, layers)
         budget = budget_on(budgets[some.method]["each"], modes.count("resident"), layers)
         settings, _ = with_budget(name, settings, modes, budget, tokens, gen - 1)
-    content: dict[str, dict[str, Any]] = {}
-    for path, setting in settings.items():
-        section, word = path.split(".")
-        content.setdefault(section, {})[word] = setting.value
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return file
+    return write_strategy(folder, name, {path: setting.value for path, setting in settings.items()})
 
 
 def measure(point: Point) -> Result:
@@ -120,13 +114,8 @@ def measure(point: Point) -> Result:
         if wanted["kind"] == "predicted":
             return {"predictions": {file.stem: _predicted(file, wanted["hardware"], words) for file in files}}
         # Each keeps what its file says, which a flag on that says to `compare`.
-        words += ["--weights", "random", "--synthetic-kv", "--rounds", str(wanted["rounds"])]
-        words += ["--set", "selection.min_keep=0"]
-        out: Path = point.local["folder"]
-        out.mkdir(parents=True, exist_ok=True)
-        command_run("compare", *words, "--strategies", ",".join(map(str, files)), "--out", str(out))
-        found: Result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
-        return found
+        words += ["--rounds", str(wanted["rounds"]), "--set", "selection.min_keep=0"]
+        return compare(point.local["folder"], files, *words)
 
 
 def _predicted(file: Path, hardware: str, words: Sequence[str]) -> Result:

@@ -7,6 +7,7 @@ As overall_speedup.py: random weights, budgets matched on SmolLM2 at one length 
 evict in host memory. All rows of one model and length are of one process. Lines: measured, with the 10th to the 90th
 percentile of a step; dashed: the machine model. The paper's averages over longer sequences are over methods that score
 all tokens, then choose (Post-QKT: H2O, Keyformer) and that choose first (Pre-QKT: StreamingLLM, InfiniGen).
+H2O and Keyformer are measured up to 64k.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from common import RESULTS, SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
+from common import SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
+from comparisons import SPEED_ONLY, comparison_point
 from contestants import (
     BUDGETS,
     CONTESTANTS,
@@ -46,7 +48,8 @@ NAMES = (
 )  # fmt: skip
 PRE, POST = ("StreamingLLM", "InfiniGen"), ("H2O", "Keyformer")
 CLAIMED = {"qwen2.5-7b": (1.82, 2.66), "llama-3.1-8b": (2.34, 3.18)}  # over Pre-QKT, over Post-QKT methods
-ROUNDS = 1  # a prefill of 128k that scores its prompt takes a minute and more
+ROUNDS = 1
+SCORING_PROMPTS, MOST_SCORED = ("h2o-host", "keyformer-host"), 65536  # a prompt of 128k takes them a minute and more
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,29 +59,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", action="append", help=f"repeatable (default {', '.join(MODELS)})")
     parser.add_argument("--seq", type=parse_tokens, action="append", help=f"repeatable (default {LENGTHS})")
     parser.add_argument("--hardware", default="h200-16-cores", help="of the machine model: as hybridgen.predict has it")
-    parser.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
+    only.add_argument("--measure-only", action="store_true", help="predict nothing")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
     """For each model and length a measured and a predicted point."""
-    models, lengths, names, gen = arguments.model or MODELS, arguments.seq or LENGTHS, list(NAMES), GEN
+    models, lengths, names, gen = arguments.model or MODELS, arguments.seq or LENGTHS, NAMES, GEN
     flags: list[str] = []
     if arguments.smoke:
         models, lengths, gen = ("smollm2-135m",), (320,), 5
-        names, flags = ["h2o-host", "hybridgen"], list(SMOKE_MODEL)
+        names, flags = ("h2o-host", "hybridgen"), list(SMOKE_MODEL)
     budgets = SMOKE_BUDGETS if arguments.smoke else read_budgets(arguments.budgets, arguments.target)
-    out = arguments.out or RESULTS / "length_scaling"
     found = []
     for model in models:
         for tokens in lengths:
-            settings = {"model": model, "tokens": tokens, "target": arguments.target, "budgets": budgets}
-            settings |= {"contestants": names, "gen": gen}
+            settings = {"model": model, "tokens": tokens, "target": arguments.target, "budgets": budgets, "gen": gen}
             if not arguments.predict_only:
-                own = {**settings, "kind": "measured", "flags": flags, "rounds": ROUNDS}
-                point = Point(f"measured {model} {tokens}", own)
-                found.append(Point(point.name, own, {"folder": out / f"rows-{Path(point.file_name).stem}"}))
-            own = {**settings, "kind": "predicted", "flags": [], "hardware": arguments.hardware}
-            found.append(Point(f"predicted {model} {tokens}, {arguments.hardware}", own))
+                measured = [name for name in names if tokens <= MOST_SCORED or name not in SCORING_PROMPTS]
+                own = {**settings, "contestants": measured, "kind": "measured"}
+                own |= {"flags": [*flags, *SPEED_ONLY], "rounds": ROUNDS}
+                found.append(comparison_point(f"measured {model} {tokens}", own, arguments.out))
+            if not arguments.measure_only:
+                own = {**settings, "contestants": list(names), "kind": "predicted", "flags": []}
+                own["hardware"] = arguments.hardware
+                found.append(Point(f"predicted {model} {tokens}, {arguments.hardware}", own))
     return found
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from common import RESULTS, SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
+from common import SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
+from comparisons import SPEED_ONLY, comparison_point
 from contestants import (
     BUDGETS,
     CLAIMED,
@@ -62,7 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     parser.add_argument("--hardware", action="append", help=f"of the machine model; repeatable (default {HARDWARE})")
     parser.add_argument("--measure", action="append", metavar="MODEL", help=f"repeatable (default {MEASURED})")
-    parser.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
+    only.add_argument("--measure-only", action="store_true", help="predict nothing")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
@@ -77,13 +80,12 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     common = {"contestants": names, "tokens": tokens, "gen": gen, "batch": arguments.batch}
     budgets = SMOKE_BUDGETS if arguments.smoke else read_budgets(arguments.budgets, arguments.target)
     common |= {"target": arguments.target, "budgets": budgets}
-    out = arguments.out or RESULTS / "overall_speedup"
     found = []
     for model in () if arguments.predict_only else to_measure:
-        settings = {"kind": "measured", "model": model, **common, "flags": [*flags, *on_cpu], "rounds": rounds}
-        point = Point(f"measured {model}", settings)
-        found.append(Point(point.name, settings, {"folder": out / f"rows-{Path(point.file_name).stem}"}))
-    for hardware in arguments.hardware or [HARDWARE]:
+        settings = {"kind": "measured", "model": model, **common, "rounds": rounds}
+        settings["flags"] = [*flags, *on_cpu, *SPEED_ONLY]
+        found.append(comparison_point(f"measured {model}", settings, arguments.out))
+    for hardware in () if arguments.measure_only else arguments.hardware or [HARDWARE]:
         for model in models:
             settings = {"kind": "predicted", "model": model, **common, "flags": flags, "hardware": hardware}
             found.append(Point(f"predicted {model}, {hardware}", settings))

@@ -5,18 +5,22 @@
 
 Three bars a length: the device's timeline, whose parts are the step (stages, what it waited for, and the rest: choice
 of tokens, launches); beside it, how long the CPU and the link were busy. A mark across them: `limit_ms`, the least that
-the step could take on this machine (it needs the file of `hybridgen.bench link`). Stages are means over the steps, the
-step is their median, with a whisker up to the 90th percentile.
+the step could take on this machine (it needs the file of `hybridgen.bench link`). The step is the median of those that
+are timed, with a whisker up to the 90th percentile; stages are means over every fourth step on a GPU, over all of them
+elsewhere. A length is one process of `hybridgen.compare`, where all have the same share of the weights on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import SMOKE_MODEL, Experiment, Point, Result, align, call, main, new_figure, shared_legend
+from common import SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure, shared_legend
+from comparisons import SPEED_ONLY, compare, comparison_point
 
 from hybridgen.config import Setting, build_config
 from hybridgen.engine.build import choose_model
@@ -24,7 +28,11 @@ from hybridgen.engine.build import choose_model
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STRATEGIES = {"aog": (), "aoc": (), "hybridgen": ("--keep", "0.1")}
+STRATEGIES = ("aog", "aoc", "hybridgen")
+KEEP = "0.1"  # of the host tier, by the one of them that chooses
+# Tokens. A multiple of engine.generation.SAMPLE_EVERY: the steps timed by stage are then the 4th, 8th, ... of each
+# strategy, and never a first one, in which kernels and graphs are made.
+GEN = 16
 LENGTHS = ("4k", "8k", "16k", "32k")
 DEVICE = {
     "QKV and predicted query": ("qkv", "predict"),
@@ -52,29 +60,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
-    """One a strategy and length."""
+    """One a length."""
     lengths = arguments.seq or (["192", "384"] if arguments.smoke else LENGTHS)
-    common = ["--model", arguments.model, "--gpu-memory", arguments.gpu_memory, "--gpu-window", "512", "--gen", "40"]
+    flags = ["--model", arguments.model, "--gpu-memory", arguments.gpu_memory, "--gpu-window", "512"]
+    flags += ["--gen", str(GEN)]
     if arguments.smoke:
-        common = [*SMOKE_MODEL, "--gpu-window", "64", "--gen", "4"]
-    common += ["--weights", "random", "--schedule", "fixed"]
-    return [
-        Point(f"{strategy} {seq}", {"strategy": strategy, "seq": seq, "flags": [*common, *flags]})
-        for seq in lengths
-        for strategy, flags in STRATEGIES.items()
-    ]
+        flags = [*SMOKE_MODEL, "--gpu-window", "64", "--gen", "5"]
+    flags += [*SPEED_ONLY, "--keep", KEEP, "--rounds", "1"]
+    common = {"strategies": list(STRATEGIES), "flags": flags}
+    return [comparison_point(seq, {"seq": seq, **common}, arguments.out) for seq in lengths]
 
 
 def measure(point: Point) -> Result:
-    """What a report says of time and bytes, and stages of all layers together."""
-    settings = point.settings
-    report = call("run", "--strategy", settings["strategy"], "--seq", settings["seq"], *settings["flags"])
-    found = {name: report[name] for name in KEPT}
-    found["prompt_tokens"] = report["prompt_tokens"][0]
-    model = {"model.name": Setting(report["model"], "report"), "runtime.device": Setting("cpu", "report")}
+    """By strategy: what its report says of time and bytes, and stages of all layers together; skipped: why, if not."""
+    settings, folder = point.settings, point.local["folder"]
+    comparison = compare(folder, settings["strategies"], "--seq", settings["seq"], *settings["flags"])
+    model = {"model.name": Setting(comparison["model"], "report"), "runtime.device": Setting("cpu", "report")}
     layers = choose_model(build_config(model)).spec.num_layers
-    found["stage_ms_per_token"] = _of_all_layers(report, layers)
-    return found
+    skipped = {some["name"]: some["skipped"] for some in comparison["strategies"] if some["summary"] is None}
+    found = {}
+    for strategy in settings["strategies"]:
+        if strategy not in skipped:
+            report = _report(folder, strategy)
+            found[strategy] = {name: report[name] for name in KEPT}
+            found[strategy]["prompt_tokens"] = comparison["prompt_tokens"]
+            found[strategy]["stage_ms_per_token"] = _of_all_layers(report, layers)
+    return {"reports": found, "skipped": skipped}
+
+
+def _report(folder: Path, strategy: str) -> Result:
+    """Of the round just measured; older ones are of another machine, where the point was not finished."""
+    newest = max(folder.glob(f"{strategy}-r0-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    report: Result = json.loads(newest.read_text(encoding="utf-8"))
+    return report
+
+
+def _rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Strategy and what was found of it, length by length."""
+    for point in points:
+        yield from point["result"]["reports"].items()
 
 
 def _of_all_layers(report: Mapping[str, Any], layers: int) -> dict[str, float]:
@@ -104,24 +128,27 @@ def parts_of(found: Mapping[str, Any]) -> dict[str, float]:
 def table(points: Sequence[Result]) -> str:
     """A line a strategy and length; milliseconds and megabytes of a step."""
     rows = [["strategy", "tokens", "ms", "limit", *COLOURS, "MB to device", "MB read by CPU"]]
-    for point in points:
-        found = point["result"]
+    for strategy, found in _rows(points):
         limit = "-" if found["limit_ms"] is None else f"{found['limit_ms']['limit']:.1f}"
         moved = (f"{found['bytes_per_token'][name] / 1e6:.1f}" for name in ("h2d", "cpu_read"))
         spent = (f"{value:.1f}" for value in parts_of(found).values())
         total = f"{found['decode_ms_per_token']['median']:.1f}"
-        tokens = str(found["prompt_tokens"])
-        rows.append([point["settings"]["strategy"], tokens, total, limit, *spent, *moved])
-    return align(rows)
+        rows.append([strategy, str(found["prompt_tokens"]), total, limit, *spent, *moved])
+    skipped = [
+        f"{strategy}, {point['settings']['seq']}: {why}"
+        for point in points
+        for strategy, why in point["result"]["skipped"].items()
+    ]
+    return "\n".join([align(rows), *skipped])
 
 
 def draw(points: Sequence[Result]) -> Figure:
     """A panel a strategy, a group of three bars a length."""
-    strategies = list(dict.fromkeys(point["settings"]["strategy"] for point in points))
+    strategies = list(dict.fromkeys(strategy for strategy, _ in _rows(points)))
     figure, panels = new_figure(1, len(strategies), width=4.4, height=4.0)
     for panel, strategy in zip(panels.flat, strategies, strict=True):
         of_strategy = sorted(
-            (point["result"] for point in points if point["settings"]["strategy"] == strategy),
+            (found for name, found in _rows(points) if name == strategy),
             key=lambda found: int(found["prompt_tokens"]),
         )
         for at, found in enumerate(of_strategy):
@@ -145,9 +172,9 @@ def draw(points: Sequence[Result]) -> Figure:
         panel.sharey(panels[0, 0])
     panels[0, 0].set_ylabel("ms a token")
     shared_legend(figure, panels, columns=5)
-    first = points[0]
-    where = first["provenance"]["machine"]["gpu"] or f"{first['provenance']['machine']['cores']} CPU cores"
-    figure.suptitle(f"{first['result']['model']}, random weights, {where}", fontsize=10)
+    machine, (_, first) = points[0]["provenance"]["machine"], next(_rows(points))
+    where = machine["gpu"] or f"{machine['cores']} CPU cores"
+    figure.suptitle(f"{first['model']}, random weights, {where}", fontsize=10)
     return figure
 
 

@@ -1,11 +1,15 @@
-"""What experiments work out themselves: parts of a step, and rates where K and V lie in different memories."""
+"""What experiments work out themselves: parts of a step, rows of ablations, rates where K and V lie apart."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import ablations
 import decode_table
 import pytest
 import semantic_mapping
@@ -14,7 +18,9 @@ from common import Point, Result
 from semantic_mapping import MEMORY_POLICIES, PLATFORM_C, Traffic, traffic, with_far_memory
 
 from hybridgen.config import Setting, build_config, load_strategy, merge_settings
+from hybridgen.engine.generation import SAMPLE_EVERY
 from hybridgen.engine.layer_modes import layer_modes
+from hybridgen.evaluation.comparison import UNTIMED_STEPS
 from hybridgen.offload.host_memory import MemoryNode
 from hybridgen.placement.hardware import Hardware
 from hybridgen.predict import planned_choice
@@ -59,6 +65,67 @@ def test_all_layers_stream_or_attend_on_the_cpu() -> None:
     on_cpu = parts(report("cpu", dict.fromkeys("0123", "on_cpu"), (2.0, 0.5), cpu_attention=1.0, merge=0.1), 4)
     assert on_cpu["CPU busy"] == pytest.approx(4.0) and on_cpu["attention"] == pytest.approx(0.4)
     assert on_cpu["waits for the CPU"] == pytest.approx(2.0) and on_cpu["waits for the link"] == 0.0
+
+
+def test_stages_are_timed_in_steps_that_make_nothing_new() -> None:
+    assert stage_times.GEN > 2 * SAMPLE_EVERY and stage_times.GEN % SAMPLE_EVERY == 0
+    assert SAMPLE_EVERY > UNTIMED_STEPS
+
+
+def test_a_length_has_the_newest_reports_and_says_who_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = {**dict.fromkeys(stage_times.KEPT), **report("cuda:0", {}, (0.0, 1.0), mlp=1.0)}
+    of["bytes_per_token"] = {"h2d": 3e6, "cpu_read": 0.0}
+    for name, model, age in (("aog-r0-b", "m", 0), ("aog-r0-a", "of another box", 60), ("aoc-r0-b", "m", 0)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(of | {"model": model}))
+        os.utime(file, (1e9 - age, 1e9 - age))
+    strategies = [{"name": name, "summary": {}, "skipped": None} for name in ("aog", "aoc")]
+    strategies.append({"name": "hybridgen", "summary": None, "skipped": "no room"})
+    content = {"model": "smollm2-135m", "prompt_tokens": 4096, "strategies": strategies}
+    monkeypatch.setattr(stage_times, "compare", lambda *words: content)
+    settings = {"seq": "4k", "strategies": list(stage_times.STRATEGIES), "flags": []}
+    found = stage_times.measure(Point("4k", settings, {"folder": tmp_path}))
+    assert list(found["reports"]) == ["aog", "aoc"] and found["reports"]["aog"]["model"] == "m"
+    assert found["reports"]["aoc"]["stage_ms_per_token"] == {"mlp": 30.0}
+    text = stage_times.table([{"settings": settings, "result": found}])
+    assert "hybridgen, 4k: no room" in text and text.count(" 4096 ") == 2
+
+
+# Ablations
+
+
+def test_each_row_of_the_ablations_is_a_strategy_of_its_own(tmp_path: Path) -> None:
+    """With what its group changes and nothing else."""
+    given = argparse.Namespace(quality_only=False, smoke=False, text=None, speed_model="m", seq="32k", out=tmp_path)
+    (point,) = ablations.points(given)
+    rows = {(row["group"], row["row"]): row for row in point.settings["rows"]}
+    files = {name: ablations._write_row(tmp_path, row) for name, row in rows.items()}
+    assert len({file.stem for file in files.values()}) == len(rows) == sum(map(len, ablations.SPEED.values()))
+    configs = {name: build_config(load_strategy(str(file))) for name, file in files.items()}
+    assert files["kept", "2 %, int2, GPU"].stem == "kept-2-int2-gpu"
+    base = configs["lookahead", "select"]
+    assert (base.selection.keep, base.selection.keep_mass, base.schedule.mode) == (0.1, None, "fixed")
+    assert configs["schedule", "feedback"].schedule.mode == "feedback"
+    assert configs["all tokens", "aog: shipped"].attention.executor == "streamed"
+    assert [config for name, config in configs.items() if config == base] == [base]
+
+
+def test_a_row_that_was_skipped_is_named() -> None:
+    spent = {"decode_ms_per_token": {"median": 8.0, "p90": 9.0}, "limit_ms": 7.0, "kept_fraction": 0.1}
+    spent |= {"budget": 0.2, "peak_gpu_bytes": 2**30}
+    twice = spent | {"decode_ms_per_token": {"median": 16.0, "p90": 16.0}}
+    rows = [{"group": "g", "row": row, "strategy": "hybridgen", "settings": {}} for row in ("select", "b", "c")]
+    entries = [("g-select", spent, None), ("g-b", None, "no room"), ("g-c", twice, None)]
+    result = {"model": "m", "prompt_tokens": 64, "dtype": "float16", "device": "cuda:0"}
+    result["strategies"] = [{"name": name, "summary": found, "skipped": why} for name, found, why in entries]
+    text = ablations.table([{"settings": {"kind": "speed", "rows": rows}, "result": result}])
+    assert "g, b: no room" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("g ")] == [
+        ["g", "select", "8.0", "9.0", "1.00", "7.0", "0.100", "0.200", "1.0"],
+        ["g", "c", "16.0", "16.0", "2.00", "7.0", "0.100", "0.200", "1.0"],
+    ]
 
 
 # K and V in different memories
