@@ -7,9 +7,9 @@ Needs a GPU and the machine file of `hybridgen.bench link` (scripts/gpu_bench.sh
 in DIR already is not run again. Offloaded rows get `--gpu-memory 32GiB`, a window of 512 and --schedule fixed; `kept`
 is `--keep`. The limit is the report's `limit_ms`: contracts.md.
 
-What the host's memory gives changes by the minute on a lent box, as its neighbours take their part. So its two rates, a
-scan and a scan beside DMA, are measured right before and after each row, and the limit is by their means; `scan` is how
-fast keys were read before and after, in GB/s.
+What the host's memory gives changes by the minute on a lent box, as neighbours take their part. So its two rates are
+measured right before and after each row, and the limit is by their means: `scan`, how fast keys are read, and `beside`,
+what a scan and DMA move together, both in GB/s.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def table(out: Path) -> str:
     """A line for each row that has a report."""
     lines = [
         f"{'row':<40} {'ms':>7} {'p90':>7} {'limit':>7} {'ratio':>6} {'by':>5} {'idle':>5} {'gap':>5} {'kept':>6} "
-        f"{'budget':>6} {'GiB':>6} {'prefill s':>9} {'scan':>9}"
+        f"{'budget':>6} {'GiB':>6} {'prefill s':>9} {'scan':>9} {'beside':>9}"
     ]
     for row in ROWS:
         if (path := path_of(row, out)).exists():
@@ -159,7 +159,9 @@ def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] |
     spent, resources, idle = report["decode_ms_per_token"], limit_of(report, rates), report["gpu_idle_fraction"]
     by = max(resources, key=lambda name: resources[name], default="-")
     limit = resources.get(by)
-    scan = "-" if rates is None else "/".join(f"{rates[when]['scan'] / 1e9:.0f}" for when in ("before", "after"))
+
+    def around(name: str) -> str:
+        return "-" if rates is None else "/".join(f"{rates[when][name] / 1e9:.0f}" for when in ("before", "after"))
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -169,7 +171,7 @@ def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] |
         f"{number(limit and spent['median'] / limit, 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
         f"{number(idle and idle['launch_gap'], 2):>5} {number(report['kept_fraction'], 3):>6} "
         f"{number(report['budget'], 3):>6} {number((report['peak_gpu_bytes'] or 0) / 2**30, 1):>6} "
-        f"{report['prefill_s']:>9.2f} {scan:>9}"
+        f"{report['prefill_s']:>9.2f} {around('scan'):>9} {around('together'):>9}"
     )
 
 

@@ -1,14 +1,15 @@
 """The machine model beside what was measured: decode times of result files, predicted, and by how much it misses them.
 
     python experiments/machine_model_check.py                             # of the results that are committed
-    python experiments/machine_model_check.py --speed FILE [--speed FILE ...] [--hardware NAME]
+    python experiments/machine_model_check.py --speed FILE [--speed FILE ...] [--hardware NAME|FILE]
 
 Read are compare.json, the JSON of overall_speedup.py, length_scaling.py and ablations.py, and decode rows as text. The
 constants of hybridgen/evaluation/machine_model.py were fitted to the rows of FITTED; a row of the settings of one of
-them says how much boxes differ, and the rest is for judging the model (its form was chosen with the rows of
-decode_rows_h200.txt in view). Each file had a box of its own, the model has one file of rates for all of them: boxes of
-this kind differ by a tenth and more in what their memory gives (aoc of the same code took 206 and 223 ms). Left out are
-rows by a schedule that changes plans.
+them says how much boxes differ, and the rest is for judging the model (its form was chosen with all rows in view).
+Rates: a decode row that has how fast keys were read before and after it is predicted by that, overall_speedup.json by
+those of its own box, which `hybridgen.bench link` measured in the same call, other rows, of several boxes, by one file:
+boxes of this kind differ by a tenth and more in what their memory gives (aoc of the same code took 206 and 223 ms).
+Left out are rows by a schedule that changes plans.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +26,17 @@ from speed_rows import SpeedRow, read_rows
 
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.evaluation.machine_model import RESOURCES, predict
-from hybridgen.placement.hardware import load_hardware
+from hybridgen.placement.hardware import Hardware, load_hardware
 from hybridgen.predict import planned_choice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent / "results"
-SPEED = (HERE / "compare_opt13b_32k_h200.json", HERE / "decode_rows_h200.txt")
+SPEED = (
+    HERE / "compare_opt13b_32k_h200.json", HERE / "decode_rows_h200.txt", HERE / "overall_speedup.json",
+)  # fmt: skip
+HARDWARE, OWN_RATES = "h200-16-cores", {"overall_speedup.json": HERE / "overall_speedup_box.json"}
 WITHIN = 0.15  # asked for on what was not fitted
 # (file, row) -> the constants of machine_model.py that it says something of.
 FITTED = {
@@ -53,13 +58,24 @@ FITTED = {
     ("decode_rows_h200.txt", "llama-3.1-8b 131000 gpu int2 2%"): "CHOICE_S_PER_SCORE",
     ("decode_rows_h200.txt", "opt-13b 512 x 8 aoc"): "ATTEND_HAND_OVER_S",
     ("decode_rows_h200.txt", "opt-13b 512 x 8 moe-lightning, two"): "ATTEND_HAND_OVER_S",
+    ("overall_speedup.json", "opt-13b: h2o"): "EVICTING_S_PER_SCORE",
+    ("overall_speedup.json", "opt-13b: keyformer"): "EVICTING_S_PER_SCORE",
+    ("overall_speedup.json", "opt-13b: streaming-llm"): "EVICTING_S_PER_SCORE",
+    ("overall_speedup.json", "llama-3.1-8b: full"): "STEP_S, ROTATED_S",
+    ("overall_speedup.json", "llama-3.1-8b: moe-lightning"): "ATTENDS_SLOWER_BY_QUERY",
+    ("overall_speedup.json", "llama-3.1-8b: h2o"): "GROUPED_S_PER_SCORE",
+    ("overall_speedup.json", "llama-3.1-8b: keyformer"): "GROUPED_S_PER_SCORE",
+    ("overall_speedup.json", "llama-3.1-8b: streaming-llm"): "GROUPED_S_PER_SCORE",
+    ("overall_speedup.json", "llama-3.1-8b: hybridgen"): "CHAIN_S",
+    ("overall_speedup.json", "llama-3.1-8b: hybridgen-int8"): "CHAIN_S",
+    ("overall_speedup.json", "llama-3.1-8b: hybridgen-int2"): "CHAIN_S",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those of every experiment."""
     parser.add_argument("--speed", type=Path, action="append", metavar="FILE", help="measured speeds; repeatable")
-    parser.add_argument("--hardware", default="h200-16-cores", help="where they were measured")
+    parser.add_argument("--hardware", help=f"where they were measured (default {HARDWARE}, or what is known of a file)")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
@@ -72,15 +88,16 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     }
     found = []
     for file in arguments.speed or SPEED:
+        rates = arguments.hardware or OWN_RATES.get(file.name, HARDWARE)
         for index, row in enumerate(read_rows(file)):
             if row.config.schedule.mode == "fixed":
                 constants = FITTED.get((file.name, row.label))
                 if constants is None and _identity(row) in fitted:
                     constants = f"(as one for {fitted[_identity(row)]})"
                 settings = {"file": file.name, "row": row.label, "index": index, "file_sha256": fingerprint(file)}
-                settings |= {"hardware": arguments.hardware, "model": row.config.model.name, "tokens": row.tokens}
+                settings |= {"hardware": Path(rates).stem, "model": row.config.model.name, "tokens": row.tokens}
                 settings["fitted"] = constants
-                found.append(Point(f"{file.stem}: {row.label}", settings, {"row": row}))
+                found.append(Point(f"{file.stem}: {row.label}", settings, {"row": row, "hardware": str(rates)}))
     return found
 
 
@@ -97,7 +114,7 @@ def _identity(row: SpeedRow) -> tuple[object, ...]:
 def measure(point: Point) -> Result:
     """Predicted and measured ms a token; how long each resource is busy, by the model."""
     row: SpeedRow = point.local["row"]
-    hardware, config = load_hardware(point.settings["hardware"]), row.config
+    hardware, config = _as_it_was(load_hardware(point.local["hardware"]), row), row.config
     choice = planned_choice(config)
     found = predict(choice, config, layer_modes(config, row.layers), row.tokens, config.run.gen, hardware)
     return {
@@ -108,6 +125,18 @@ def measure(point: Point) -> Result:
         "fitted": point.settings["fitted"],
         "batch": config.run.batch,
     }
+
+
+def _as_it_was(hardware: Hardware, row: SpeedRow) -> Hardware:
+    """With the rates of the host's memory right before and after, where a row has them."""
+    if row.scan_gbps is None:
+        return hardware
+    times = row.scan_gbps / hardware.cpu_scan_gb_per_s
+    by_type = {kind: times * rate for kind, rate in hardware.cpu_scan_by_key_type_gb_per_s.items()}
+    return replace(
+        hardware, cpu_scan_gb_per_s=row.scan_gbps, cpu_scan_by_key_type_gb_per_s=by_type,
+        host_dram_gb_per_s=row.beside_gbps,
+    )  # fmt: skip
 
 
 def error_of(result: Result) -> float:
@@ -126,7 +155,8 @@ def table(points: Sequence[Result]) -> str:
         cells.append("-" if found["limit"] is None else f"{found['limit']:.1f}")
         what = f"{settings['model']}, {batch}{settings['tokens']}"
         rows.append([what, settings["row"], settings["file"], *cells, found["fitted"] or ""])
-    return f"ms a token, {points[0]['settings']['hardware']}\n{align(rows)}\n\n{summary(points)}"
+    rates = ", ".join(dict.fromkeys(str(point["settings"]["hardware"]) for point in points))
+    return f"ms a token, by the rates of {rates}\n{align(rows)}\n\n{summary(points)}"
 
 
 def summary(points: Sequence[Result]) -> str:
@@ -170,7 +200,7 @@ def draw(points: Sequence[Result]) -> Figure:
     panel.xaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_major_formatter("{x:g}")
     panel.set_xlabel("measured, ms a token")
-    panel.set_ylabel(f"predicted for {points[0]['settings']['hardware']}, ms a token")
+    panel.set_ylabel("predicted, ms a token")
     panel.set_title(f"{summary(points)}\ngrey: within {100 * WITHIN:g} %", fontsize=9)
     panel.legend(fontsize=8, frameon=False)
     return figure

@@ -6,8 +6,9 @@
 Speed is measured on a large model with random weights, quality on SmolLM2 (match_budgets.py), and both meet where a
 layer that is not exact attends to the same share of the context: "random weights, budgets matched on SmolLM2". Between
 the budgets whose quality was measured, log KL and the change of perplexity are interpolated; below the smallest of them
-nothing is known, and such rows are listed, not drawn. Exact methods lose nothing. The Pareto front is of the methods
-for a KV cache that the GPU has no room for: full attention, all of it on the GPU, is drawn beside them.
+nothing is known, and such rows are listed, not drawn. Exact methods lose nothing. There are two Pareto fronts: of
+methods whose K and V lie in host memory, and with caches that evict and have room for what is left on the GPU. Full
+attention, all of it on the GPU, is drawn beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent / "results"
 QUALITY = HERE / "match_budgets_smollm2_2k.json"
-SPEED = (HERE / "compare_opt13b_32k_h200.json", HERE / "decode_rows_h200.txt")
+SPEED = tuple(HERE / name for name in ("compare_opt13b_32k_h200.json", "decode_rows_h200.txt", "overall_speedup.json"))
 MODEL, TOKENS = "opt-13b", 32768
 COLOURS = {
     EXACT: "black", "hybridgen": "#3182bd", "hybridgen-int2": "#08519c", "hybridgen-paper": "#9ecae1",
@@ -74,6 +75,8 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     quality, found = arguments.quality or QUALITY, []
     for file in arguments.speed or SPEED:
         for row in read_rows(file):
+            if row.label.startswith(f"{arguments.model}: ") and row.method == EXACT:
+                continue  # of overall_speedup.json: the comparison has them
             if (row.config.model.name, row.tokens, row.config.run.batch) == (arguments.model, arguments.tokens, 1):
                 settings = {"row": row.label, "model": arguments.model, "tokens": row.tokens}
                 settings |= {"speed": file.name, "speed_sha256": fingerprint(file)}
@@ -132,14 +135,15 @@ def _limits_at(row: SpeedRow, curves: Mapping[str, Sequence[Mapping[str, Any]]])
 
 
 def table(points: Sequence[Result]) -> str:
-    """A line a row, by KL; front: `*`."""
+    """A line a row, by KL; front: `*` of those in host memory, `+` with those on the GPU."""
     known, unknown = _known(points), [point for point in points if point["result"]["kl"] is None]
-    on_front = _on_front(known)
+    in_host, of_all = _on_front(known, on_device=False), _on_front(known, on_device=True)
     rows = [["strategy", "ms/token", "budget", "each layer", "KL", "perplexity, %", "front"]]
     for point in sorted(known, key=lambda point: (point["result"]["kl"], point["result"]["ms"]["median"])):
         found = point["result"]
         cells = [f"{found['budget']:.3f}", f"{found['each']:.3f}", f"{found['kl']:.4f}", f"{found['percent']:+.2f}"]
-        rows.append([point["name"], f"{found['ms']['median']:.1f}", *cells, "*" if point in on_front else ""])
+        cells.append("*" * (point in in_host) + "+" * (point in of_all))
+        rows.append([point["name"], f"{found['ms']['median']:.1f}", *cells])
     lines = [f"{_title(points)}\n", align(rows)]
     if unknown:
         names = ", ".join(f"{point['name']} ({point['result']['each']:.3f})" for point in unknown)
@@ -151,9 +155,10 @@ def _known(points: Sequence[Result]) -> list[Result]:
     return [point for point in points if point["result"]["kl"] is not None]
 
 
-def _on_front(points: Sequence[Result]) -> list[Result]:
-    """Of what is for a KV cache that the GPU has no room for."""
-    some = [point for point in points if not point["result"]["all_resident"]]
+def _on_front(points: Sequence[Result], on_device: bool) -> list[Result]:
+    """Of those whose K and V lie in host memory, or of all but full attention."""
+    some = [point for point in points if on_device or not point["result"]["on_device"]]
+    some = [point for point in some if not point["result"]["all_resident"]]
     return [some[index] for index in front([(p["result"]["ms"]["median"], p["result"]["kl"]) for p in some])]
 
 
@@ -169,7 +174,7 @@ def draw(points: Sequence[Result]) -> Figure:
     """KL, and change of perplexity, over ms/token; the front as a line."""
     figure, panels = new_figure(1, 2, width=7.5, height=5.6)
     known = _known(points)
-    on_front = _on_front(known)
+    in_host, of_all = _on_front(known, on_device=False), _on_front(known, on_device=True)
     for panel, name in zip(panels.flat, ("kl", "percent"), strict=True):
         placed: list[tuple[float, float, str]] = []
         for point in known:
@@ -177,22 +182,25 @@ def draw(points: Sequence[Result]) -> Figure:
             x, y = found["ms"]["median"], max(FLOOR, found["kl"]) if name == "kl" else found["percent"]
             low, high = found["ms"]["p10"] or x, found["ms"]["p90"] or x
             marker = "s" if found["method"] == EXACT else "o" if found["on_device"] else "D"
-            edge = "black" if point in on_front else "none"
+            is_on_front = point in in_host or point in of_all
             bars = None
             if name == "kl" and found["kl_limits"] is not None:
                 bars = [[max(0.0, y - max(FLOOR, found["kl_limits"][0]))], [max(0.0, found["kl_limits"][1] - y)]]
             panel.errorbar(
                 x, y, yerr=bars, xerr=[[max(0.0, x - low)], [max(0.0, high - x)]], fmt=marker,
-                color=COLOURS.get(found["method"]), markeredgecolor=edge, elinewidth=0.5,
-                markersize=7 if point in on_front else 5,
+                color=COLOURS.get(found["method"]), markeredgecolor="black" if is_on_front else "none",
+                elinewidth=0.5, markersize=7 if is_on_front else 5,
             )  # fmt: skip
-            placed.append((x, y, point["name"].removeprefix(f"{point['settings']['model']} 32k ")))
-        line = [(p["result"]["ms"]["median"], max(FLOOR, p["result"]["kl"])) for p in on_front]
+            model = point["settings"]["model"]
+            placed.append((x, y, point["name"].removeprefix(f"{model} 32k ").removeprefix(f"{model}: ")))
         panel.set_xscale("log")
         if name == "kl":
             panel.set_yscale("log")
-            if line:
-                panel.step(*zip(*line, strict=True), where="post", color="grey", zorder=0, label="Pareto front")
+            for some, style, label in (
+                (in_host, "-", "Pareto front, KV in host memory"), (of_all, ":", "with what is left on the GPU"),
+            ):  # fmt: skip
+                line = [(point["result"]["ms"]["median"], max(FLOOR, point["result"]["kl"])) for point in some]
+                panel.step(*zip(*line, strict=True), style, where="post", color="grey", zorder=0, label=label)
             panel.axhline(FLOOR, color="grey", linewidth=0.5, linestyle=":")
             panel.legend(fontsize=8, frameon=False)
         else:

@@ -22,6 +22,8 @@ from hybridgen.errors import ConfigError
 from hybridgen.predict import planned_choice
 
 EXACT = "exact"  # method of what attends to every token
+# Decode rows whose memory plan keeps fewer of the exact layers on the device, as their reports say.
+RESIDENT_BY_PLAN = {"opt-13b 16k x 4 int8 10%": 1}
 _POLICIES = {"streaming_llm": "streaming-llm"}
 
 
@@ -29,7 +31,7 @@ _POLICIES = {"streaming_llm": "streaming-llm"}
 class SpeedRow:
     """One strategy's decode steps. ms: a step's median, beside its 10th and 90th percentile (p10 may be unknown)."""
 
-    label: str
+    label: str  # its name; in an experiment's JSON, the model's before that of a comparison's strategy
     source: str  # the file's name
     config: Config
     tokens: int
@@ -40,6 +42,9 @@ class SpeedRow:
     layers: int
     exact: int  # how many of them are resident
     limit_ms: float | None = None
+    # How fast the CPU read keys before and after it, on average, and what that and DMA moved together, where known.
+    scan_gbps: float | None = None
+    beside_gbps: float | None = None
 
     @property
     def method(self) -> str:
@@ -95,7 +100,8 @@ def _of_json(content: Mapping[str, Any], source: str) -> Iterator[SpeedRow]:
     elif "strategies" in content:
         for entry in content["strategies"]:
             if entry["summary"] is not None:
-                yield _row(entry["name"], source, entry["config"], entry["summary"], content)
+                label = f"{content['model']}: {entry['name']}" if "label" in content else entry["name"]
+                yield _row(label, source, entry["config"], entry["summary"], content)
     elif "decode_ms_per_token" in content and "config" in content:
         yield _row(content.get("label", content["strategy"]), source, content["config"], content, content)
 
@@ -118,24 +124,25 @@ def _of_text(text: str, source: str) -> Iterator[SpeedRow]:
         found = re.findall(rf"^{re.escape(row.name)} +(\d.*)$", text, re.MULTILINE)
         if found:
             cells = found[-1].split()
-            config = _config_of_flags(row.flags)
+            config = _config_of_flags(row.flags, RESIDENT_BY_PLAN.get(row.name, "resident"))
             layers, exact = _layers(config)
             assert config.run.seq is not None
             limit = None if cells[2] == "-" else float(cells[2])
+            rates = (sum(map(float, cell.split("/"))) / 2 if "/" in cell else None for cell in cells[-2:])
             yield SpeedRow(
                 row.name, source, config, config.run.seq, float(cells[0]), None, float(cells[1]), float(cells[8]),
-                layers, exact, limit,
+                layers, exact, limit, *rates,
             )  # fmt: skip
 
 
-def _config_of_flags(flags: tuple[str, ...]) -> Config:
-    """As `hybridgen.run` would have it with the flags of a row."""
+def _config_of_flags(flags: tuple[str, ...], exact_layers_mode: str | int) -> Config:
+    """As `hybridgen.run` has it with the flags of a row."""
     from hybridgen.cli import Parser, add_engine_flags, given_settings
 
     parser = Parser("decode_table")
     add_engine_flags(parser)
     arguments = parser.parse_args([*flags, "--weights", "random", "--gen", "40", "--schedule", "fixed"])
-    on_gpu: Settings = {"model.exact_layers_mode": Setting("resident", "the plan")}
+    on_gpu: Settings = {"model.exact_layers_mode": Setting(exact_layers_mode, "the plan")}
     config = build_config(merge_settings(on_gpu, load_strategy(arguments.strategy), given_settings(arguments)))
     return with_settings(config, {"model.dtype": str(planned_choice(config).dtype).removeprefix("torch.")})
 

@@ -8,7 +8,8 @@ the largest of compute and transfers, too. Where a layer waits for its own trans
   resident, evicting, streamed ahead, lookahead:   max over resources
   streamed not ahead, select (true query):         GPU + link + CPU, one after another
   on_cpu, n micro-batches staggered:               the largest of GPU, link and CPU, or all of them / n
-  lookahead, where the CPU scores:                 no less than (scan + link + GPU) / 2: two layers are under way
+  lookahead, where the CPU scores:                 no less than (scan + link + GPU + what handing over takes) / 2:
+                                                   two layers are under way, and each waits for its own
 
 FlexGen's T = L * Tpre + L * (n - 1) * Tgen is `Prediction.total_s`; layers need not be alike, so Tpre and Tgen are
 already summed up. Weights that are streamed come once a step for all micro-batches; the GPU reads all of them from its
@@ -17,8 +18,7 @@ memory for each.
 The constants below are an H200's with 16 cores; another machine's may differ. experiments/machine_model_check.py puts
 predictions beside what was measured, and says to which rows the constants were fitted. The model knows nothing of
 models so small that launches take longest, of blocks that age, of the codes and scores that some strategies make in a
-prefill, of plans that change (feedback), of sequences of several lengths, or of queries that share a KV head where the
-CPU attends.
+prefill, of plans that change (feedback), or of sequences of several lengths.
 """
 
 from __future__ import annotations
@@ -47,19 +47,27 @@ from hybridgen.selection.budget import most_kept
 
 GPU_MEMORY_REACHED = 0.75  # of the data sheet: torch's products read weights at 3.5 to 3.9 of 4.8 TB/s
 GPU_ARITHMETIC_REACHED = 0.6  # of the data sheet, in a prefill: OPT-13B, 32k tokens, 590 of 989 TFLOP/s
+STEP_S = 0.7e-3  # drawing, reading the token, and what the host does before the first layer
 # Of one layer, in seconds, beside what its bytes take:
+ROTATED_S = 30e-6  # small kernels of a layer with RoPE: norms without a bias and rotations are several each
 CHOICE_S = 130e-6  # predicting, scoring, choosing: small kernels, one after another ...
-CHOICE_S_PER_SCORE = 41e-12  # ... which look at each query head's score of each row several times
+CHOICE_S_PER_SCORE = 28e-12  # ... which look at each query head's score of each row several times
 PARTIAL_S_PER_ROW = 0.29e-9  # InfiniGen's scores: products of rows of a few columns, far from the memory's rate
 # `logits`: choice and attention are torch operations that the host launches one by one, and the GPU waits for it.
 LAUNCHES_S = 3.4e-3
 # By policy: its own attention, and the search for what to evict; keyformer's noise is a long chain of operations.
 EVICTING_S = {"streaming_llm": 150e-6, "snapkv": 150e-6, "h2o": 200e-6, "keyformer": 310e-6}
+# Of each query head's score of a token that is left: small beside its K and V, but where queries share a KV head, as
+# products are then cut into too few blocks.
+EVICTING_S_PER_SCORE = 0.06e-9
+GROUPED_S_PER_SCORE = {"streaming_llm": 0.27e-9, "snapkv": 0.27e-9, "h2o": 0.125e-9, "keyformer": 1.02e-9}
 HAND_OVER_S = 250e-6  # the CPU's part of a layer: a query goes, scores come, and the next query
+CHAIN_S = 450e-6  # and more of two layers under way, where no resource is busy all the time
 ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
 FETCH_S = 80e-6  # rows that the GPU alone chose: kernels of the fetch, not hidden
 # How much longer a scan takes for each further query of a KV head: arithmetic (`hybridgen.bench cpu`, one and four).
 SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
+ATTENDS_SLOWER_BY_QUERY = 0.17  # likewise where it attends
 
 
 @dataclass(frozen=True)
@@ -176,11 +184,11 @@ def predict(
             in_turn, waiting = in_turn + load * times, waiting + own * times
         else:
             beside, waiting = beside + load * times, waiting + own * times
-            chain += times * ((load.gpu + load.h2d + load.cpu + own) / 2 if load.cpu else load.gpu)
+            chain += times * ((load.gpu + load.h2d + load.cpu + own + CHAIN_S) / 2 if load.cpu else load.gpu)
     step = beside + in_turn + background
     in_turn_s = one_after_another(in_turn + Load(cpu=jobs), micro_batches if jobs else 1)
     link = step.h2d + (1.0 - job.link_beside_scan) * min(beside.cpu, step.h2d / job.link_beside_scan)
-    step_s = max(step.longest, link, beside.longest + in_turn_s, chain - waiting) + waiting
+    step_s = max(step.longest, link, beside.longest + in_turn_s, chain - waiting) + waiting + STEP_S
     prefill = sum((job.prefill(*kind) * times for kind, times in kinds.items()), Load())
     return Prediction(prefill.longest, step_s, prefill, step, gen, config.run.batch)
 
@@ -246,7 +254,7 @@ class _Job:
         reads = self.micro_batches * elements * element + attended * layer.kv_bytes_per_token(element) + sketch
         flops = 2 * self.batch * elements + 4 * attended * layer.num_heads * layer.head_dim
         gpu = roofline_s(hardware, flops, reads + self.unpacking(elements))
-        gpu += self._bookkeeping(layer, mode, rows) * self.micro_batches
+        gpu += (self._bookkeeping(layer, mode, rows) + ROTATED_S * (layer.rope is not None)) * self.micro_batches
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
         link = on_dma / hardware.h2d + (moved.h2d - on_dma) / hardware.zero_copy
         cpu = moved.cpu_read / self._scan_rate(layer, mode)
@@ -273,13 +281,15 @@ class _Job:
         """Bytes a second that the CPU reads to score, or to attend to."""
         kind = _key_type(self.config, self.choice)
         further = layer.num_heads // layer.num_kv_heads - 1
-        slower = 1.0 if mode == "on_cpu" else 1.0 + SLOWER_BY_QUERY[kind] * further
-        return self.hardware.cpu_scan(kind) / slower
+        slower = ATTENDS_SLOWER_BY_QUERY if mode == "on_cpu" else SLOWER_BY_QUERY[kind]
+        return self.hardware.cpu_scan(kind) / (1.0 + slower * further)
 
     def _bookkeeping(self, layer: LayerSpec, mode: LayerMode, rows: int) -> float:
         """Seconds of a layer's small kernels, of one micro-batch."""
         if mode == "evicting":
-            return EVICTING_S[self.config.eviction.policy]
+            policy, left = self.config.eviction.policy, kept_by_eviction(self.config, self.tokens, self.prompt)
+            per_score = EVICTING_S_PER_SCORE if layer.group_size == 1 else GROUPED_S_PER_SCORE[policy]
+            return EVICTING_S[policy] + left * layer.num_heads * self.batch / self.micro_batches * per_score
         if mode not in ("select", "lookahead"):
             return 0.0
         if mode == "lookahead" and self.config.attention.lookahead == "logits":

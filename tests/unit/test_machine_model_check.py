@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 from machine_model_check import FITTED, SPEED, WITHIN, error_of, measure, points, summary
 
-# Measured on a box whose memory gave a quarter less than the file of its kind has: call H of decode_rows_h200.txt.
-SLOW_BOX = {"decode_rows_h200: opt-13b 768 x 8 moe-lightning, two"}
-
 
 def _point(measured: float, predicted: float, fitted: str | None) -> dict[str, Any]:
     return {"result": {"measured": measured, "predicted": predicted, "fitted": fitted}}
@@ -24,19 +21,19 @@ def test_what_was_fitted_does_not_count() -> None:
 
 
 def test_the_committed_rows() -> None:
-    """All that are said to be fitted are there, and the others, but one, are predicted as well as is asked for."""
-    found = points(argparse.Namespace(speed=None, hardware="h200-16-cores"))
+    """All that are said to be fitted are there, and the others are predicted as well as is asked for."""
+    found = points(argparse.Namespace(speed=None, hardware=None))
     named = {(point.settings["file"], point.settings["row"]) for point in found}
     assert set(FITTED) <= named and {file.name for file in SPEED} == {file for file, _ in named}
     results = [(point, measure(point)) for point in found]
     judged = [(point.name, error_of(result)) for point, result in results if result["fitted"] is None]
-    assert len(judged) > 10
-    assert {name for name, error in judged if abs(error) > WITHIN} == SLOW_BOX
+    assert len(judged) > 60
+    assert [name for name, error in judged if abs(error) > WITHIN] == []
 
 
 def test_a_row_of_the_same_settings_is_no_judge() -> None:
     """The comparison's `streaming-llm-original` is its `streaming-llm`, as OPT has no rotary positions."""
-    found = points(argparse.Namespace(speed=None, hardware="h200-16-cores"))
+    found = points(argparse.Namespace(speed=None, hardware=None))
     same = next(point for point in found if point.settings["row"] == "streaming-llm-original")
     assert same.settings["fitted"] == "(as one for EVICTING_S)"
     assert next(point for point in found if point.settings["row"] == "aoc").settings["fitted"] is None
