@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,15 @@ from hybridgen.config import (
     Setting,
     Settings,
     build_config,
-    load_strategy,
-    merge_settings,
     strategy_names,
-    with_settings,
 )
-from hybridgen.engine import build, memory_plan
-from hybridgen.engine.admission import Admission, admit
+from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.layer_modes import layer_modes
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.report import current_commit
 from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.errors import ConfigError, HybridGenError
-from hybridgen.evaluation.budgets import ATTENDS_TO_ALL, BudgetError, Split, with_budget, with_keep
 from hybridgen.evaluation.comparison import (
     UNTIMED_STEPS,
     Reference,
@@ -47,6 +42,20 @@ from hybridgen.evaluation.comparison import (
     make_reference,
     measure,
     summarise,
+)
+from hybridgen.evaluation.comparison_job import (
+    FULL,
+    RANDOM_KEEP,
+    ComparisonJob,
+    Contestant,
+    exact_reference,
+    keep_by_count,
+    matched_config,
+    over_defaults,
+    prepare_all,
+    settings_of,
+    short_reason,
+    with_one_share,
 )
 from hybridgen.evaluation.comparison_store import ComparisonStore
 from hybridgen.evaluation.comparison_table import format_comparison, format_strategies
@@ -56,63 +65,11 @@ from hybridgen.machine import this_cores, this_gpu
 from hybridgen.models.loading import weight_bytes
 from hybridgen.quantities import parse_keep
 
-FULL, EXACT_OFFLOADED = "full", "aog"  # the reference, and what takes its place where all KV does not fit
 ROUNDS = 2
-RANDOM_KEEP = 0.1  # with random weights attention is flat and mass means nothing
-_DEFAULTS: dict[str, Any] = {
-    "model.exact_layers_mode": "resident",
-    "runtime.mass_probe_interval": 0,  # a probe is one more scan: steps would not be alike
-}
 _FLAGS_OF_RUN = (
     "--keep", "--keep-mass", "--min-keep", "--lookahead", "--key-type", "--sketch", "--sketch-home", "--schedule",
     "--target-ms", "--strategy",
 )  # fmt: skip
-
-
-@dataclass
-class Contestant:
-    """A strategy with its settings, or why it does not take part; and the reports of its rounds so far."""
-
-    name: str
-    config: Config | None = None
-    split: Split | None = None
-    admission: Admission | None = None
-    error: HybridGenError | None = None
-    skipped: str | None = None
-    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def attends_to_all(self) -> bool:
-        return self.admission is not None and all(mode in ATTENDS_TO_ALL for mode in self.admission.modes)
-
-    def skip(self, error: HybridGenError) -> None:
-        self.error, self.skipped = error, _short(error)
-
-
-@dataclass
-class _Job:
-    """What is compared: the same for all strategies."""
-
-    choice: ModelChoice
-    tokens: int
-    gen: int
-    batch: int
-    rounds: int
-    budget: float | None
-    keep: float | int | None
-    assigned: Settings
-    given: bool  # whether what is kept of the host is among those
-
-    @property
-    def synthetic_kv(self) -> bool:
-        return "runtime.synthetic_kv" in self.assigned and bool(self.assigned["runtime.synthetic_kv"].value)
-
-    @property
-    def matched(self) -> str | None:
-        """What was made equal."""
-        if self.budget is not None:
-            return f"--budget {self.budget:g}"
-        return None if self.keep is None else f"--keep {self.keep}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +81,7 @@ def _run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     files = _strategies(arguments.strategies)
     job = _job(arguments)
-    settings = {name: _settings(job, file) for name, file in files.items()}
+    settings = {name: settings_of(job, file) for name, file in files.items()}
     if arguments.list_strategies:
         print(_strategy_table(job, settings))
         return 0
@@ -133,9 +90,9 @@ def _run(argv: list[str]) -> int:
             f"--gen {job.gen}: the first {UNTIMED_STEPS} steps are not timed, allowed is >= {UNTIMED_STEPS + 2}"
         )
     store = ComparisonStore(arguments.out)
-    contestants = _prepare_all(job, settings)
-    reference = _reference(job)
-    reference = _with_one_share(job, contestants, reference)
+    contestants = prepare_all(job, settings)
+    reference = exact_reference(job)
+    reference = with_one_share(job, contestants, reference)
     if all(contestant.skipped for contestant in contestants):
         assert contestants[0].error is not None
         raise contestants[0].error
@@ -151,7 +108,7 @@ def _run(argv: list[str]) -> int:
             print(f"*** {SYNTHETIC_KV_NOTE} ***")
         if job.budget is None and job.keep is None and not job.given:
             job.keep = RANDOM_KEEP
-            _random_keep(job, contestants, settings)
+            keep_by_count(job, contestants, settings)
             keys = _load_done(job, store, contestants)
     status = _measure_all(job, store, contestants, reference, weights, keys)
     return _finish(job, store, contestants, status)
@@ -187,7 +144,7 @@ def _strategies(text: str) -> dict[str, str]:
     return named
 
 
-def _job(arguments: argparse.Namespace) -> _Job:
+def _job(arguments: argparse.Namespace) -> ComparisonJob:
     budget, keep, assigned = arguments.budget, arguments.keep, assigned_settings(arguments)
     if budget is not None and keep is not None:
         raise ConfigError(f"--budget {budget:g} and --keep {keep}: give one of them, they match different things")
@@ -206,10 +163,11 @@ def _job(arguments: argparse.Namespace) -> _Job:
         raise ConfigError(f"{assigned[given[0]].source}: {flag} decides that for all strategies; leave out one of them")
     if keep is not None:  # its range
         build_config({"selection.keep": Setting(keep, f"--keep {keep}")})
-    config = build_config(_over_defaults(assigned))
+    config = build_config(over_defaults(assigned))
     choice = build.choose_model(config)
     tokens = planned_tokens(choice, config, None)
-    job = _Job(choice, tokens, config.run.gen, config.run.batch, arguments.rounds, budget, keep, assigned, bool(given))
+    run = config.run
+    job = ComparisonJob(choice, tokens, run.gen, run.batch, arguments.rounds, budget, keep, assigned, bool(given))
     if config.model.weights == "random" and budget is None and keep is None and not given:
         print(f"random weights: attention mass means nothing, so --keep {RANDOM_KEEP} is used")
         job.keep = RANDOM_KEEP
@@ -221,134 +179,7 @@ def _job(arguments: argparse.Namespace) -> _Job:
     return job
 
 
-def _over_defaults(*layers: Settings) -> Settings:
-    return merge_settings({path: Setting(value, "the default") for path, value in _DEFAULTS.items()}, *layers)
-
-
-def _settings(job: _Job, file: str) -> Settings:
-    """A strategy's, with what was given beside it."""
-    return _over_defaults(load_strategy(file), job.assigned)
-
-
-def _matched(job: _Job, name: str, settings: Settings) -> tuple[Config, Split | None]:
-    """The config with the budget, or the share of the host, that all are to have."""
-    split = None
-    modes = layer_modes(build_config(settings), job.choice.spec.num_layers)
-    if job.budget is not None:
-        settings, split = with_budget(name, settings, modes, job.budget, job.tokens, job.gen - 1)
-    elif job.keep is not None and not all(mode in ATTENDS_TO_ALL for mode in modes):
-        settings = with_keep(settings, job.keep, job.tokens)
-    config = build_config(settings)
-    dtype: Any = str(job.choice.dtype).removeprefix("torch.")
-    resolved = {"model.dtype": dtype, "runtime.device": job.choice.device.type, "run.seq": job.tokens}
-    return with_settings(config, resolved), split
-
-
-def _prepare(job: _Job, name: str, settings: Settings) -> Contestant:
-    """Settle its settings and see whether it fits. BudgetError: a budget that it cannot have."""
-    contestant = Contestant(name)
-    try:
-        layer_modes(build_config(settings), job.choice.spec.num_layers)  # a flag that the strategy cannot have
-    except HybridGenError as error:
-        contestant.skip(error)
-        return contestant
-    contestant.config, contestant.split = _matched(job, name, settings)
-    _admit(job, contestant)
-    return contestant
-
-
-def _prepare_all(job: _Job, settings: dict[str, Settings]) -> list[Contestant]:
-    """All of them. ConfigError: a budget that some cannot have, with the smallest for each and for all."""
-    contestants: list[Contestant] = []
-    refused: dict[str, BudgetError] = {}
-    for name, given in settings.items():
-        try:
-            contestants.append(_prepare(job, name, given))
-        except BudgetError as error:
-            refused[name] = error
-    if len(refused) == 1:
-        raise next(iter(refused.values()))
-    if refused:
-        each = ", ".join(f"{name} {error.smallest:.4f}" for name, error in refused.items())
-        raise ConfigError(
-            f"--budget {job.budget:g}: {len(refused)} strategies attend to more in any case; the smallest possible: "
-            f"{each}; the smallest possible for all is {max(error.smallest for error in refused.values()):.4f}"
-        )
-    return contestants
-
-
-def _admit(job: _Job, contestant: Contestant, limits: tuple[int | None, int] | None = None) -> None:
-    """limits: of the admission before the weights were loaded."""
-    assert contestant.config is not None
-    more: dict[str, Any] = {} if limits is None else {"limits": limits}
-    try:
-        admission = admit(job.choice, contestant.config, job.tokens, job.gen, job.batch, **more)
-    except HybridGenError as error:
-        contestant.skip(error)
-        return
-    contestant.admission, contestant.config = admission, admission.config
-
-
-def _reference(job: _Job) -> Contestant:
-    """Full attention, or what is as exact and fits."""
-    for name in (FULL, EXACT_OFFLOADED):
-        plain = replace(job, budget=None, keep=None)
-        reference = _prepare(plain, name, _settings(job, name))
-        if reference.skipped is None:
-            break
-        print(f"reference: {name} does not do, {reference.skipped}")
-    if reference.error is not None:
-        raise reference.error
-    assert reference.attends_to_all
-    return reference
-
-
-def _with_one_share(job: _Job, contestants: list[Contestant], reference: Contestant) -> Contestant:
-    """All have the same weights loaded: where nobody said how much of them is on the device, the largest share.
-
-    Returns the reference that fits then.
-    """
-    admitted = [some.admission for some in (reference, *contestants) if some.admission is not None]
-    placed = [admission.config.placement for admission in admitted]
-    packed = sorted({placement.compress_weights for placement in placed})
-    if len(packed) > 1:
-        raise ConfigError(
-            f"placement.compress_weights = {' and '.join(map(repr, packed))}: all strategies of a comparison have the "
-            "same weights loaded (allowed: one value for all)"
-        )
-    shares = {(placement.weights_on_gpu, placement.weights_on_disk) for placement in placed}
-    if len(shares) < 2:
-        return reference
-    numbers = [share for share, _ in shares if not isinstance(share, str)]
-    disk = min(0.0 if isinstance(share, str) else share for _, share in shares)
-    job.assigned |= {
-        "placement.weights_on_gpu": Setting(max(numbers), "the largest that one of the strategies allows"),
-        "placement.weights_on_disk": Setting(disk, "the smallest that one of the strategies allows"),
-    }
-    print(f"weights: {max(numbers):.4g} of the layers' on the device, {disk:.4g} on disk, for all strategies")
-    for contestant in contestants:
-        if contestant.admission is not None and contestant.config is not None:
-            contestant.config = with_settings(
-                memory_plan.with_share(contestant.config, max(numbers)), {"placement.weights_on_disk": disk}
-            )
-            _admit(job, contestant)
-    return _reference(job)
-
-
-def _random_keep(job: _Job, contestants: list[Contestant], settings: dict[str, Settings]) -> None:
-    """The weights came out random: what is kept, is so by count. That may be more than was admitted."""
-    print(f"random weights: attention mass means nothing, so --keep {RANDOM_KEEP} is used")
-    for contestant in contestants:
-        if contestant.admission is not None and contestant.config is not None:
-            placed = contestant.config
-            changed, _ = _matched(job, contestant.name, settings[contestant.name])
-            contestant.config = replace(
-                changed, model=placed.model, placement=placed.placement, cache=placed.cache, runtime=placed.runtime
-            )
-            _admit(job, contestant, contestant.admission.limits)
-
-
-def _load_done(job: _Job, store: ComparisonStore, contestants: list[Contestant]) -> dict[str, str]:
+def _load_done(job: ComparisonJob, store: ComparisonStore, contestants: list[Contestant]) -> dict[str, str]:
     """What is there already goes to the contestants; the keys that their files are named by."""
     keys = {}
     for contestant in contestants:
@@ -358,7 +189,7 @@ def _load_done(job: _Job, store: ComparisonStore, contestants: list[Contestant])
     return keys
 
 
-def _key(job: _Job, config: Config) -> str:
+def _key(job: ComparisonJob, config: Config) -> str:
     """Of all that a result depends on, but the code."""
     content = config.to_dict()
     content["runtime"].pop("prefill_chunk")  # follows the memory that is free
@@ -366,7 +197,7 @@ def _key(job: _Job, config: Config) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _is_complete(job: _Job, contestants: Sequence[Contestant]) -> bool:
+def _is_complete(job: ComparisonJob, contestants: Sequence[Contestant]) -> bool:
     return all(some.skipped is not None or len(some.rounds) == job.rounds for some in contestants)
 
 
@@ -386,7 +217,7 @@ def _load(choice: ModelChoice, config: Config | None) -> ObtainedWeights:
 
 
 def _measure_all(
-    job: _Job,
+    job: ComparisonJob,
     store: ComparisonStore,
     contestants: list[Contestant],
     exact: Contestant,
@@ -447,7 +278,7 @@ def _drop_others(contestants: Sequence[Contestant], reference: Reference) -> Non
                 del some.rounds[index]
 
 
-def _content(job: _Job, contestants: Sequence[Contestant]) -> dict[str, Any] | None:
+def _content(job: ComparisonJob, contestants: Sequence[Contestant]) -> dict[str, Any] | None:
     """compare.json; None if nothing was measured."""
     reports = [report for some in contestants for report in some.rounds.values()]
     if not reports:
@@ -481,7 +312,7 @@ def _content(job: _Job, contestants: Sequence[Contestant]) -> dict[str, Any] | N
     }
 
 
-def _finish(job: _Job, store: ComparisonStore, contestants: Sequence[Contestant], status: int) -> int:
+def _finish(job: ComparisonJob, store: ComparisonStore, contestants: Sequence[Contestant], status: int) -> int:
     """Print and write what there is. Returns the exit status."""
     content = _content(job, contestants)
     if content is None:
@@ -494,7 +325,7 @@ def _finish(job: _Job, store: ComparisonStore, contestants: Sequence[Contestant]
     return status
 
 
-def _head(job: _Job, contestants: Sequence[Contestant], reference: Contestant) -> str:
+def _head(job: ComparisonJob, contestants: Sequence[Contestant], reference: Contestant) -> str:
     """What will be run, and what not."""
     lines = [
         f"{job.choice.spec.name}: {job.batch} x {job.tokens} prompt tokens, {job.gen} generated, {job.rounds} rounds; "
@@ -514,26 +345,19 @@ def _head(job: _Job, contestants: Sequence[Contestant], reference: Contestant) -
     return "\n".join(lines)
 
 
-def _strategy_table(job: _Job, settings: dict[str, Settings]) -> str:
+def _strategy_table(job: ComparisonJob, settings: dict[str, Settings]) -> str:
     choice, on_cuda = job.choice, job.choice.device.type == "cuda"
     rows = []
     for name, given in settings.items():
         try:
-            config, _ = _matched(job, name, given)
+            config, _ = matched_config(job, name, given)
             modes = layer_modes(config, choice.spec.num_layers)
             rows.append(describe_strategy(name, config, modes, choice.spec, choice.dtype, job.tokens, on_cuda))
         except HybridGenError as error:
-            rows.append([name, f"refused: {_short(error)}"])
+            rows.append([name, f"refused: {short_reason(error)}"])
     dtype = str(choice.dtype).removeprefix("torch.")
     title = f"{choice.spec.name}, {dtype}, {job.batch} x {job.tokens} tokens; bytes of a decode step, 1 MB = 10^6"
     return f"{title}\n\n{format_strategies(rows)}"
-
-
-def _short(error: Exception) -> str:
-    """One line: what, and what would fit."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    more = [line for line in lines[1:] if line.startswith("what would fit")]
-    return "; ".join(lines[:1] + more)
 
 
 if __name__ == "__main__":

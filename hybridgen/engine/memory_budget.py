@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from hybridgen.config import ON_GPU_ALONE, Config, with_settings
+from hybridgen.config import Config, with_settings
+from hybridgen.config_rules import ON_GPU_ALONE
 from hybridgen.engine import build, memory_plan
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import LayerMode, exact_layers, layer_modes

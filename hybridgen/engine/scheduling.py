@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridgen.attention.base import LayerAttention
-from hybridgen.config import REPLAY, Config
+from hybridgen.config import Config
+from hybridgen.config_rules import REPLAY
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.layer_modes import LayerMode
 from hybridgen.engine.schedule import (

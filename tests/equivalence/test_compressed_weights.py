@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridgen.compare import _with_one_share
 from hybridgen.config import Config, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.admission import admit
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.memory_plan import plan_memory
 from hybridgen.errors import ConfigError
+from hybridgen.evaluation.comparison_job import with_one_share
 from hybridgen.offload.transfer import LazyTransfer, Ticket
 from hybridgen.placement.plan import GIB
 from tests.equivalence.against_engine import LOGITS_TOLERANCE, engine
@@ -247,6 +247,6 @@ def test_strategies_beside_each_other_have_the_same_weights() -> None:
         return SimpleNamespace(admission=SimpleNamespace(config=config), config=config)
 
     job: Any = None
-    assert _with_one_share(job, [contestant("int4")], reference := contestant("int4")) is reference
+    assert with_one_share(job, [contestant("int4")], reference := contestant("int4")) is reference
     with pytest.raises(ConfigError, match=r"compress_weights = 'int4' and 'none': all strategies .*one value for all"):
-        _with_one_share(job, [contestant("int4")], contestant("none"))
+        with_one_share(job, [contestant("int4")], contestant("none"))

@@ -17,6 +17,7 @@ from hybridgen.config import strategy_names, with_settings
 from hybridgen.engine.llm import LLM
 from hybridgen.engine.synthetic_kv import SYNTHETIC_KV_NOTE
 from hybridgen.errors import InsufficientMemoryError
+from hybridgen.evaluation import comparison_job
 from hybridgen.evaluation.comparison import Reference
 from hybridgen.evaluation.comparison_store import ComparisonStore
 
@@ -226,14 +227,14 @@ def test_one_that_does_not_fit_is_skipped(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Full attention: then aog is what the others are compared with. One that fails later leaves the others alone."""
-    admit = compare.admit
+    admit = comparison_job.admit
 
     def small(choice: Any, config: Any, *arguments: Any) -> Any:
         if config.attention.executor == "full":
             raise InsufficientMemoryError("all KV does not fit\nmemory plan: ...\nwhat would fit: --seq 256")
         return admit(choice, config, *arguments)
 
-    monkeypatch.setattr(compare, "admit", small)
+    monkeypatch.setattr(comparison_job, "admit", small)
     Measured(monkeypatch, fail_at=2, error=RuntimeError("CUDA out of memory. Tried to allocate\nmore"))
     argv = [*flags(tiny, tmp_path), "--strategies", "full,aoc,hybridgen,aog", "--keep", "0.2"]
     assert compare.main(argv) == 0
@@ -249,7 +250,7 @@ def test_nothing_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def refuse(*_: Any) -> Any:
         raise InsufficientMemoryError("nothing fits")
 
-    monkeypatch.setattr(compare, "admit", refuse)
+    monkeypatch.setattr(comparison_job, "admit", refuse)
     assert compare.main([*flags(tiny), "--keep", "0.2"]) == 2
     assert capsys.readouterr().err == "error: nothing fits\n"
 
@@ -330,7 +331,7 @@ def test_weights_that_come_out_random(tiny: Path, tmp_path: Path, monkeypatch: p
 
 def test_what_random_weights_keep_is_admitted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """StreamingLLM's window grows from 8 to 0.1 of the prompt: the limits are those before the weights were loaded."""
-    load, admit, seen = compare._load, compare.admit, []
+    load, admit, seen = compare._load, comparison_job.admit, []
 
     def noted(choice: Any, config: Any, *arguments: Any, limits: Any = None) -> Any:
         if config.attention.executor == "evicting":
@@ -339,7 +340,7 @@ def test_what_random_weights_keep_is_admitted(tiny: Path, tmp_path: Path, monkey
                 raise InsufficientMemoryError("too much now")
         return admit(choice, config, *arguments, limits=limits)
 
-    monkeypatch.setattr(compare, "admit", noted)
+    monkeypatch.setattr(comparison_job, "admit", noted)
     monkeypatch.setattr(compare, "_load", lambda *a: load(a[0], with_settings(a[1], {"model.weights": "random"})))
     own = tmp_path / "mine.yaml"
     own.write_text("attention: {executor: evicting}\neviction: {policy: streaming_llm, heavy: 0, recent: 8}\n")
