@@ -27,6 +27,7 @@ from hybridgen.config import Setting, Settings, build_config, load_strategy, mer
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import chooses, layer_modes
+from hybridgen.errors import ConfigError
 from hybridgen.evaluation.budgets import local_share, with_budget
 from hybridgen.evaluation.loglikelihood import cut_batches, encode
 from hybridgen.evaluation.task_results import mean_of_tasks, summarise_task
@@ -45,7 +46,8 @@ HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     "hybridgen, logits": {"attention.lookahead": "logits"},
     "hybridgen, calibrated": {"attention.predictor": FITTED},
     "hybridgen, logits, calibrated": {"attention.lookahead": "logits", "attention.predictor": FITTED},
-    "infinigen": {"selection.alpha": 5.0},  # the published value for models with RoPE
+    "infinigen": {"selection.alpha": None},  # as many as the budget lets it have
+    "infinigen, alpha 5": {"selection.alpha": 5.0},  # published, for models with RoPE: keeps less than its budget
 }
 EVICTING = ("h2o", "keyformer", "streaming-llm")
 METHODS = (*HYBRIDS, *EVICTING)
@@ -66,6 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--methods", help=f"of {'; '.join(METHODS)} (default all; separated by ';')")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
@@ -81,6 +84,8 @@ def points(arguments: argparse.Namespace) -> list[Point]:
         settings = {"task": task, "model": Path(arguments.model).name, "keep": arguments.keep}
         settings |= {"calibrated": arguments.calibrated is not None, "batch": arguments.batch}
         settings |= {"device": arguments.device}
+        if arguments.methods is not None:
+            settings["methods"] = arguments.methods.split(";")
         if task == "perplexity":
             settings |= {"texts": [text.name for text in arguments.text], "passages": arguments.passages}
             settings |= {"window": PERPLEXITY_WINDOW, "context": CONTEXT, "decode": DECODE}
@@ -121,6 +126,9 @@ def measure(point: Point) -> Result:
         flags += ["--data", local["data"], "--num-fewshot", asked["num_fewshot"], "--out", local["items"]]
         flags += [] if asked["limit"] is None else ["--limit", asked["limit"]]
     conditions = matched(asked, local["calibrated"], choice.spec.num_layers, prompt, steps)
+    conditions = {name: some for name, some in conditions.items() if name in asked.get("methods", conditions)}
+    if not conditions:
+        raise ConfigError(f"--methods {';'.join(asked['methods'])}: none of {'; '.join(METHODS)}")
     first, *others = (dict(one) for one in conditions.values())
     flags += ["--strategy", first.pop("strategy")]
     flags += [word for one in first.items() for word in ("--set", _pair(one))]

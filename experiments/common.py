@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from hybridgen.engine.report import current_commit
-from hybridgen.errors import HybridGenError
+from hybridgen.errors import ConfigError, HybridGenError
 from hybridgen.info import cpu_info, versions
 from hybridgen.machine import this_cores, this_gpu
 from hybridgen.output import write_whole
@@ -109,18 +109,28 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "run":
             return _run(experiment, arguments)
-        points = [point for file in arguments.files for point in load(file)]
+        points = [point for file in arguments.files for point in load(file, experiment.name)]
     except (HybridGenError, OSError) as error:
         print(f"{experiment.name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{experiment.name}: interrupted; started again, it measures what is missing", file=sys.stderr)
+        return 130
     _show(experiment, points, arguments.png or arguments.files[0].with_suffix(".png"))
     return 0
 
 
-def load(file: Path) -> list[Result]:
-    """The points of a NAME.json: name, settings, result, provenance."""
-    found: list[Result] = json.loads(file.read_text(encoding="utf-8"))["points"]
-    return found
+def load(file: Path, name: str | None = None) -> list[Result]:
+    """The points of a NAME.json: name, settings, result, provenance. ConfigError: it is none, or not of `name`."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        of, found = content["experiment"], content["points"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is no result of an experiment (allowed: NAME.json of a run)") from None
+    if name not in (None, of):
+        raise ConfigError(f"{file} is a result of {of} (allowed: {name}.json of a run)")
+    points: list[Result] = found
+    return points
 
 
 def fingerprint(file: Path) -> str:

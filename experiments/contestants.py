@@ -21,6 +21,7 @@ from match_budgets import METHODS, budget_on, read_matches
 from hybridgen.config import Setting, Settings, build_config, load_strategy, merge_settings
 from hybridgen.engine.build import choose_model
 from hybridgen.engine.layer_modes import layer_modes
+from hybridgen.errors import ConfigError
 from hybridgen.evaluation.budgets import with_budget
 
 BUDGETS = Path(__file__).parent / "results" / "match_budgets_smollm2_2k.json"
@@ -69,7 +70,10 @@ CLAIMED = {"InfiniGen": 1.41, "Keyformer": 1.86, "FlexGen": 3.2, "MoE-Lightning"
 def read_budgets(file: Path, target: str) -> dict[str, dict[str, Any]]:
     """By method: each (share of the context), and whether the target's quality is reached with it."""
     found = {}
-    for method, match in read_matches(file, target).items():
+    matches = read_matches(file, target)
+    if not matches:
+        raise ConfigError(f"--target {target!r}: {file} has no such target of match_budgets.py (default {TARGET!r})")
+    for method, match in matches.items():
         reached = match.each is not None
         found[method] = {"each": match.each if reached else METHODS[method].grid[1], "reached": reached}
     return found
@@ -124,6 +128,8 @@ def _predicted(file: Path, hardware: str, words: Sequence[str]) -> Result:
     try:
         command_run("predict", *words, "--strategy", str(file), "--hardware", hardware, "--out", str(out))
     except RuntimeError as error:
+        if "does not fit" not in str(error):
+            raise
         lines = str(error).replace(f"{file.parent}/", "").splitlines()
         return {"skipped": next((line for line in lines if line.startswith("error:")), lines[0])}
     prediction = json.loads(out.read_text(encoding="utf-8"))["prediction"]

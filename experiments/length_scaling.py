@@ -35,6 +35,7 @@ from contestants import (
     times_of,
 )
 
+from hybridgen.placement.hardware import load_hardware
 from hybridgen.quantities import parse_tokens
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
         models, lengths, gen = ("smollm2-135m",), (320,), 5
         names, flags = ("h2o-host", "hybridgen"), list(SMOKE_MODEL)
     budgets = SMOKE_BUDGETS if arguments.smoke else read_budgets(arguments.budgets, arguments.target)
+    load_hardware(arguments.hardware)  # an error comes early
     found = []
     for model in models:
         for tokens in lengths:

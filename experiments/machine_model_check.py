@@ -89,6 +89,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     found = []
     for file in arguments.speed or SPEED:
         rates = arguments.hardware or OWN_RATES.get(file.name, HARDWARE)
+        load_hardware(str(rates))  # an error comes early
         for index, row in enumerate(read_rows(file)):
             if row.config.schedule.mode == "fixed":
                 constants = FITTED.get((file.name, row.label))

@@ -40,6 +40,7 @@ from contestants import (
     times_of,
 )
 
+from hybridgen.placement.hardware import load_hardware
 from hybridgen.quantities import parse_tokens
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
         settings["flags"] = [*flags, *on_cpu, *SPEED_ONLY]
         found.append(comparison_point(f"measured {model}", settings, arguments.out))
     for hardware in () if arguments.measure_only else arguments.hardware or [HARDWARE]:
+        load_hardware(hardware)  # an error comes early
         for model in models:
             settings = {"kind": "predicted", "model": model, **common, "flags": flags, "hardware": hardware}
             found.append(Point(f"predicted {model}, {hardware}", settings))

@@ -39,6 +39,7 @@ COLOURS = {
     "keyformer": "#74c476", "snapkv": "#756bb1", "streaming-llm": "#bcbddc",
 }  # fmt: skip
 FLOOR = 1e-5  # drawn for what is exact
+ALIKE = 1e-3  # budgets that were matched to one KL differ in it by rounding
 
 
 def interpolate(at: float, positions: Sequence[float], values: Sequence[float]) -> float | None:
@@ -53,11 +54,14 @@ def interpolate(at: float, positions: Sequence[float], values: Sequence[float]) 
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Those that none other beats in one coordinate and equals or beats in the other, least first coordinate first."""
+    """Those that none other beats in one coordinate and equals or beats in the other, least first coordinate first.
+
+    Second coordinates that differ by a thousandth are equal.
+    """
     order = sorted(range(len(points)), key=lambda index: points[index])
     kept: list[int] = []
     for index in order:
-        if not kept or points[index][1] < points[kept[-1]][1]:
+        if not kept or points[index][1] < points[kept[-1]][1] * (1 - ALIKE):
             kept.append(index)
     return kept
 
@@ -75,7 +79,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     quality, found = arguments.quality or QUALITY, []
     for file in arguments.speed or SPEED:
         for row in read_rows(file):
-            if row.label.startswith(f"{arguments.model}: ") and row.method == EXACT:
+            if arguments.speed is None and row.label.startswith(f"{arguments.model}: ") and row.method == EXACT:
                 continue  # of overall_speedup.json: the comparison has them
             if (row.config.model.name, row.tokens, row.config.run.batch) == (arguments.model, arguments.tokens, 1):
                 settings = {"row": row.label, "model": arguments.model, "tokens": row.tokens}
@@ -200,6 +204,8 @@ def draw(points: Sequence[Result]) -> Figure:
                 (in_host, "-", "Pareto front, KV in host memory"), (of_all, ":", "with what is left on the GPU"),
             ):  # fmt: skip
                 line = [(point["result"]["ms"]["median"], max(FLOOR, point["result"]["kl"])) for point in some]
+                if not line:
+                    continue
                 panel.step(*zip(*line, strict=True), style, where="post", color="grey", zorder=0, label=label)
             panel.axhline(FLOOR, color="grey", linewidth=0.5, linestyle=":")
             panel.legend(fontsize=8, frameon=False)

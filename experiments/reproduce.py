@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     number, count = arguments.part
     if count > MOST_PARTS:
         parser.error(f"--part {number}/{count}: at most {MOST_PARTS} parts")
+    unknown = set(arguments.only or ()) - {run.name for run in RUNS}
+    if unknown:
+        parser.error(f"--only {' '.join(sorted(unknown))}: allowed are {', '.join(run.name for run in RUNS)}")
     failed, start = [], time.monotonic()
     for index, run in enumerate(RUNS):
         if arguments.only is not None and run.name not in arguments.only:

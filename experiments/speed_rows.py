@@ -128,10 +128,11 @@ def _of_text(text: str, source: str) -> Iterator[SpeedRow]:
             layers, exact = _layers(config)
             assert config.run.seq is not None
             limit = None if cells[2] == "-" else float(cells[2])
-            rates = (sum(map(float, cell.split("/"))) / 2 if "/" in cell else None for cell in cells[-2:])
+            around = (*cells[11:13], "-", "-")  # older calls do not have them
+            rates = [sum(map(float, cell.split("/"))) / 2 if "/" in cell else None for cell in around]
             yield SpeedRow(
                 row.name, source, config, config.run.seq, float(cells[0]), None, float(cells[1]), float(cells[8]),
-                layers, exact, limit, *rates,
+                layers, exact, limit, *rates[:2],
             )  # fmt: skip
 
 

@@ -81,18 +81,21 @@ def measure(point: Point) -> Result:
     found = {}
     for strategy in settings["strategies"]:
         if strategy not in skipped:
-            report = _report(folder, strategy)
+            report = _report(folder, strategy, comparison)
             found[strategy] = {name: report[name] for name in KEPT}
             found[strategy]["prompt_tokens"] = comparison["prompt_tokens"]
             found[strategy]["stage_ms_per_token"] = _of_all_layers(report, layers)
     return {"reports": found, "skipped": skipped}
 
 
-def _report(folder: Path, strategy: str) -> Result:
-    """Of the round just measured; older ones are of another machine, where the point was not finished."""
-    newest = max(folder.glob(f"{strategy}-r0-*.json"), key=lambda file: file.stat().st_mtime_ns)
-    report: Result = json.loads(newest.read_text(encoding="utf-8"))
-    return report
+def _report(folder: Path, strategy: str, comparison: Mapping[str, Any]) -> Result:
+    """That of the comparison's round, among those of other settings and machines that the folder may have."""
+    config = next(some["config"] for some in comparison["strategies"] if some["name"] == strategy)
+    for file in folder.glob(f"{strategy}-r0-*.json"):
+        report: Result = json.loads(file.read_text(encoding="utf-8"))
+        if report["config"] == config and report["machine"] == comparison["machine"]:
+            return report
+    raise ValueError(f"{folder}: no report of {strategy} that belongs to its compare.json")
 
 
 def _rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:

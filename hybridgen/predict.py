@@ -178,6 +178,9 @@ def _of_strategy(name: str, hardware: Hardware, given: Settings) -> dict[str, An
     choice, prompt = planned_choice(config), config.run.seq or DEFAULT_SEQ
     notes = _notes(choice, config, prompt, hardware)
     limits, free = limits_there(config, hardware), [path for path in WITHOUT_AUTO if path not in settings]
+    if config.placement.kv_on_gpu is not None:  # as a run has it: the window
+        config = build.with_kv_share(config, prompt + config.run.gen)
+        free = [path for path in free if path != "cache.gpu_window"]
     settled = settle(choice, config, config.run.batch, prompt + config.run.gen, limits, free)
     if not settled.plan.fits(*limits):
         raise InsufficientMemoryError(

@@ -14,7 +14,8 @@ from hybridgen.attention.tiered import Kernels, Partial, TieredAttention, attend
 from hybridgen.kv_cache.tiered import TieredKV
 from hybridgen.models.spec import LayerSpec
 from hybridgen.offload.logit_worker import AttentionTicket, LogitWorker
-from hybridgen.offload.transfer import TransferEngine
+from hybridgen.offload.scanned_keys import AttendedRows, attended_rows
+from hybridgen.offload.transfer import Ticket, TransferEngine
 from hybridgen.types import LayerPlan
 
 
@@ -32,19 +33,25 @@ class OnCpuAttention(TieredAttention):
     ) -> None:
         super().__init__(layer, spec, kv, transfer)
         self._kernels, self._worker = kernels, worker
+        self._rows: AttendedRows | None = None  # of the step before
         # Between `begin` and `attend`: attention to the device's rows, and the host's under way.
         self._window: Partial | None = None
         self._on_host: AttentionTicket | None = None
 
     leaves_to_host = True
 
+    def store(self, sequence: int, keys: Tensor, values: Tensor, queries: Tensor, first_piece: int) -> list[Ticket]:
+        self._rows = None
+        return super().store(sequence, keys, values, queries, first_piece)
+
     def begin(self, query: Tensor, key: Tensor, value: Tensor, place: DecodePlace, plan: LayerPlan) -> None:
         """The query goes to the host, which attends to its rows; meanwhile the device does to its own."""
         kv, scale = self._kv, self._spec.scale
         lengths = kv.admit()
         if max(lengths):
-            keys, values = kv.host_keys.scanned(), kv.host_values
-            self._on_host = self._worker.attend(query, keys, values, lengths, scale, self._layer)
+            if self._rows is None or self._rows.lengths != lengths:
+                self._rows = attended_rows(query, kv.host_keys.scanned(), kv.host_values, lengths)
+            self._on_host = self._worker.attend(query, self._rows, scale, self._layer)
 
         def work() -> Partial:
             kv.write(key, value, place.slots)

@@ -100,7 +100,7 @@ def plan_memory(
         if mode == "on_cpu":
             contexts = batch * layer.num_heads * (2 * layer.head_dim + 1) * 4
             name = "query and context for the CPU"
-            plan.host[name] = max(plan.host.get(name, 0), 2 * contexts)
+            plan.host[name] = plan.host.get(name, 0) + contexts
             continue
         fetched = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (fetched + layout.rows)

@@ -32,7 +32,8 @@ class SyntheticPrefill(Prefill):
         spec = self.model.spec.layers[layer]
         for prompt in (prompt for group in state.groups for prompt in group):
             new, member = prompt.end - prompt.start, state.micro_batch.members[prompt.sequences[0]]
-            self._draw.manual_seed(((self._seed * self.model.spec.num_layers + layer) << 20) + member)
+            # As a generator takes it; a further turn has numbers of its own.
+            self._draw.manual_seed(hash((self._seed, layer, member, prompt.past)) % (1 << 63))
             keys, values = self.place_of(layer, state, mirrors, places, prompt)
             self._normal(keys[:, -new:])
             self._normal(values[:, -new:])

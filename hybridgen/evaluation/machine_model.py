@@ -62,12 +62,12 @@ EVICTING_S = {"streaming_llm": 150e-6, "snapkv": 150e-6, "h2o": 200e-6, "keyform
 EVICTING_S_PER_SCORE = 0.06e-9
 GROUPED_S_PER_SCORE = {"streaming_llm": 0.27e-9, "snapkv": 0.27e-9, "h2o": 0.125e-9, "keyformer": 1.02e-9}
 HAND_OVER_S = 250e-6  # the CPU's part of a layer: a query goes, scores come, and the next query
-CHAIN_S = 450e-6  # and more of two layers under way, where no resource is busy all the time
+CHAIN_S = 350e-6  # and more of two layers under way, where no resource is busy all the time; boxes differ in it
 ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
 FETCH_S = 80e-6  # rows that the GPU alone chose: kernels of the fetch, not hidden
 # How much longer a scan takes for each further query of a KV head: arithmetic (`hybridgen.bench cpu`, one and four).
 SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
-ATTENDS_SLOWER_BY_QUERY = 0.17  # likewise where it attends
+ATTENDS_SLOWER_BY_QUERY = 0.17  # where it attends; of a decode step
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The CPU's part of a decode step: scan the host's keys for a query, or attend to its rows, beside everything else.
 
-`submit` hands a job to the C++ threads of `hybridgen._C` and returns at once; the ticket's `logits()`
-waits for them and brings the result to the device. The scan starts when the query has reached the
-host: on CUDA the copy's stream itself sets a word that the threads watch, and the stream that needs the scores waits
-for another word: neither Python nor CUDA's own threads stand between, and the host may be layers ahead.
+`submit` and `attend` hand a job to the C++ threads of `hybridgen._C` and return at once; the ticket's `logits()` or
+`partial()` waits for them and brings the result to the device. A job starts when the query has reached the host: on
+CUDA the stream that sends it then sets a word that the threads watch, and the stream that needs the result waits for
+another word: neither Python nor CUDA's own threads stand between, and the host may be layers ahead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
 from hybridgen.offload.host_memory import HostBuffer, HostSlab, padded_bytes
-from hybridgen.offload.scanned_keys import KEY_TYPES, ScannedKeys, described
+from hybridgen.offload.scanned_keys import AttendedRows, ScannedKeys, described
 from hybridgen.offload.transfer import LazyTransfer, Ticket, TransferEngine
 from hybridgen.selection.host_logits import LINK_TOKENS, HostLogits
 
@@ -33,13 +32,14 @@ except ImportError as error:
         f"or `bash scripts/quickstart.sh` ({error})"
     ) from None
 
+KEPT_SHAPES = 4  # of requests, whose buffers are kept for the next one of that shape
+
 
 @dataclass(eq=False, kw_only=True)
 class _InFlight:
     """What one job in flight needs, in host memory that the device sees."""
 
     query: HostBuffer  # float32 [B, Hq, d]
-    last_use: Ticket  # after which it may be written again
     place: tuple[int, ...]  # where it is kept when free
     number: int  # the lowest is used first
     words: tuple[HostBuffer, HostBuffer]  # int32 [1]: the device's start signal, and the job's end
@@ -50,6 +50,7 @@ class _InFlight:
 class _Buffers(_InFlight):
     """Of a scan; place: shape of the query, and whether the layer is odd."""
 
+    last_use: Ticket  # after which they may be written again
     logits: HostBuffer  # float32 [B, Hq, N], or float16 below `maxima`
     maxima: HostBuffer | None  # float32 [B, Hq, N / 256]
     view: HostLogits | None = None  # of the logits, as they were last asked for
@@ -61,8 +62,6 @@ class _AttentionBuffers(_InFlight):
 
     context: HostBuffer  # [B, Hq, d]
     log_sum: HostBuffer  # [B, Hq]
-    # Of the job before: keys, values, lengths, and what these came to for `hybridgen._C`.
-    asked: tuple[HostBuffer | ScannedKeys, HostBuffer, list[int], dict[str, Any]] | None = None
 
 
 class ScanTicket:
@@ -222,27 +221,15 @@ class LogitWorker:
             self._start_after(copied, job)
         return ScanTicket(self, job, buffers, layer, max(lengths))
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: HostBuffer | ScannedKeys,
-        values: HostBuffer,
-        lengths: list[int],
-        scale: float,
-        layer: int,
-    ) -> AttentionTicket:
-        """Attend to the first lengths[b] rows of each sequence, all of them, in one pass.
+    def attend(self, query: Tensor, rows: AttendedRows, scale: float, layer: int) -> AttentionTicket:
+        """Attend to these rows, all of them, in one pass; query: [B, Hq, d] on the device.
 
-        query: [B, Hq, d] on the device; keys: as for `submit`, no sketch; values: [B, Hkv, N, d], channels contiguous,
-        in host memory. Both stay unchanged as long as a scan's keys, and what was read is counted as a scan's.
-        ValueError: what does not fit.
+        Keys and values stay unchanged as long as a scan's keys, and what was read is counted as a scan's.
+        ValueError: a query of another shape than the rows were described for.
         """
-        buffers, free = self._attention_buffers(tuple(query.shape), layer)
-        if buffers.asked is None or not (
-            buffers.asked[0] is keys and buffers.asked[1] is values and buffers.asked[2] == lengths
-        ):
-            buffers.asked = keys, values, list(lengths), _described_attention(query, keys, values, lengths)
-        free.remove(buffers)
+        if query.shape != rows.query_shape:
+            raise ValueError(f"query: shape {tuple(query.shape)} for rows that go with {tuple(rows.query_shape)}")
+        buffers = self._take_attention_buffers(tuple(query.shape), layer)
         copied = Ticket()
         if not self._signals:
             copied = self._transfer.copy(buffers.query.device_view, query, "d2h")
@@ -255,12 +242,12 @@ class LogitWorker:
             log_sum=buffers.log_sum.tensor.data_ptr(),
             scale=scale,
             hold=True,
-            **buffers.asked[3],
+            **rows.arguments,
         )
         if self._signals:
             # In the running stream, which has read the result of the job before: half the calls of a copy beside it.
             send = partial(self._transfer.write_and_signal, buffers.query.device_view, query, buffers.words[0])
-            self._start_by_signal(job, buffers, "cpu_attention", layer, (keys, values), send)
+            self._start_by_signal(job, buffers, "cpu_attention", layer, (rows,), send)
         else:
             self._start_after(copied, job)
         return AttentionTicket(self, job, buffers, layer)
@@ -294,8 +281,10 @@ class LogitWorker:
         except BaseException:
             # It is done by some older query, and nobody looks: but those behind it get their turn. Not before the
             # device has set the word for the job before, which would put it back.
-            self._transfer.finish()
-            start.tensor.view(torch.uint32).fill_(buffers.turn)
+            try:
+                self._transfer.finish()
+            finally:
+                start.tensor.view(torch.uint32).fill_(buffers.turn)
             raise
 
     def _start_after(self, copied: Ticket, job: int) -> None:
@@ -375,38 +364,26 @@ class LogitWorker:
             job, stage, layer, _in_use = self._unsettled.popleft()
             self._count(job, stage, layer, help_=False)
 
-    def _attention_buffers(
-        self, shape: tuple[int, ...], layer: int
-    ) -> tuple[_AttentionBuffers, list[_AttentionBuffers]]:
-        """The same ones for a layer in every step, each micro-batch its own; and all that are free, these included."""
+    def _take_attention_buffers(self, shape: tuple[int, ...], layer: int) -> _AttentionBuffers:
+        """The same ones for a layer in every step; each micro-batch under way has its own."""
         place = (*shape, layer)
         free = self._free_attention.setdefault(place, [])
-        if not free:
-            sizes = (shape, shape, shape[:2])
-            slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes) + self._word_bytes, self._device)
-            query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
-            made = _AttentionBuffers(
-                query=query, context=context, log_sum=log_sum, last_use=Ticket(), place=place,
-                number=next(self._numbers), words=self._words(slab),
-            )  # fmt: skip
-            free.append(made)
-        return min(free, key=lambda some: some.number), free
+        if free:
+            buffers = min(free, key=lambda some: some.number)
+            free.remove(buffers)
+            return buffers
+        self._drop_other_shapes(place)
+        sizes = (shape, shape, shape[:2])
+        slab = HostSlab(sum(padded_bytes(size, torch.float32) for size in sizes) + self._word_bytes, self._device)
+        query, context, log_sum = (slab.take(size, torch.float32) for size in sizes)
+        return _AttentionBuffers(
+            query=query, context=context, log_sum=log_sum, place=place, number=next(self._numbers),
+            words=self._words(slab),
+        )  # fmt: skip
 
-
-def _described_attention(
-    query: Tensor, keys: HostBuffer | ScannedKeys, values: HostBuffer, lengths: list[int]
-) -> dict[str, Any]:
-    """What `hybridgen._C` wants to know of them. ValueError: what does not fit."""
-    _, _, arguments = described(query, keys, lengths)
-    rows = values.tensor
-    if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
-        raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
-    if rows.dtype not in KEY_TYPES or rows.stride(3) != 1 or max(lengths) > rows.shape[2]:
-        raise ValueError(
-            f"values: {rows.dtype} {tuple(rows.shape)} for lengths {lengths} (allowed: {list(KEY_TYPES)}, channels "
-            "contiguous, a row for each token)"
-        )
-    of_values = {
-        "values": rows.data_ptr(), "value_type": KEY_TYPES[rows.dtype], "value_strides": tuple(rows.stride()[:3]),
-    }  # fmt: skip
-    return arguments | of_values
+    def _drop_other_shapes(self, place: tuple[int, ...]) -> None:
+        """Those of the layer that belong to requests of other shapes, but the last few, make way."""
+        others = [other for other in self._free_attention if other[-1] == place[-1] and other != place]
+        if len(others) >= KEPT_SHAPES:
+            self._transfer.finish()  # the device may still read what they hold
+            del self._free_attention[others[0]]

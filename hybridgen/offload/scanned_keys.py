@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,41 @@ def described(query: Tensor, keys: HostBuffer | ScannedKeys, lengths: list[int])
         **(_quantized_arguments(keys) if isinstance(keys, ScannedKeys) else {}),
     }
     return host_keys, tokens, arguments
+
+
+@dataclass(frozen=True)
+class AttendedRows:
+    """Keys and values of the host tier, checked, as `hybridgen._C` attends to them, all of `lengths`."""
+
+    query_shape: torch.Size
+    keys: HostBuffer | ScannedKeys
+    values: HostBuffer
+    lengths: list[int]
+    arguments: dict[str, Any]
+
+
+def attended_rows(
+    query: Tensor, keys: HostBuffer | ScannedKeys, values: HostBuffer, lengths: Sequence[int]
+) -> AttendedRows:
+    """The first lengths[b] rows of each sequence, for queries of this one's shape [B, Hq, d].
+
+    keys: as of a scan, no sketch; values: [B, Hkv, N, d], channels contiguous, in host memory. ValueError: what does
+    not fit.
+    """
+    own = list(lengths)
+    _, _, arguments = described(query, keys, own)
+    rows = values.tensor
+    if rows.dim() != 4 or rows.shape[0] != query.shape[0] or rows.shape[3] != query.shape[2]:
+        raise ValueError(f"values: shape {tuple(rows.shape)} does not match query {tuple(query.shape)}")
+    if rows.dtype not in KEY_TYPES or rows.stride(3) != 1 or max(own) > rows.shape[2]:
+        raise ValueError(
+            f"values: {rows.dtype} {tuple(rows.shape)} for lengths {own} (allowed: {list(KEY_TYPES)}, channels "
+            "contiguous, a row for each token)"
+        )
+    of_values = {
+        "values": rows.data_ptr(), "value_type": KEY_TYPES[rows.dtype], "value_strides": tuple(rows.stride()[:3]),
+    }  # fmt: skip
+    return AttendedRows(query.shape, keys, values, own, arguments | of_values)
 
 
 def _check_scanned(keys: ScannedKeys, query: Tensor) -> int:

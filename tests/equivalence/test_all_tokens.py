@@ -5,6 +5,7 @@ Their tokens are those of full attention (`test_full_budget.py` has every family
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -168,3 +169,17 @@ def test_the_cpu_attends_to_the_keys_that_are_stored(zoo: ModelZoo, key_type: An
                 one.decode(batch, [3 + step, 4, 5]) for one, batch in zip((llm, hybrid), batches, strict=True)
             )
             assert (logits - expected).abs().max() < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_host_memory_is_used_again(zoo: ModelZoo, strategy: str) -> None:
+    """What a batch had of it goes to the next one, and nobody keeps it alive."""
+    with engine(zoo.directory(NAME), SETTINGS, strategy) as llm:
+        allocated = []
+        for _ in range(4):
+            batch = start(zoo, llm)
+            llm.decode(batch, [3, 4, 5])
+            del batch
+            gc.collect()
+            allocated.append(llm.host_memory["slabs_allocated"])
+        assert len(set(allocated)) == 1 and llm.host_memory["slabs_reused"] > 0

@@ -77,15 +77,18 @@ def test_decode_attends_to_them(zoo: ModelZoo, strategy: str) -> None:
 
 
 def test_a_further_turn(zoo: ModelZoo) -> None:
-    """What was there stays."""
-    with opened(zoo.directory(NAME), "hybridgen") as llm:
-        batch = llm.new_batch([300])
+    """What was there stays, and no turn has another's numbers. With the largest seed there is."""
+    with opened(zoo.directory(NAME), "hybridgen", run__seed=2**63 - 1) as llm:
+        batch = llm.new_batch([400])
         llm.prefill(batch, [[5] * 150])
         before = past(batch, 3, 0)
         llm.prefill(batch, [[5] * 100])
+        llm.prefill(batch, [[5] * 100])
         after = past(batch, 3, 0)
-    assert batch.lengths == [250]
-    assert all(torch.equal(a, b[:, :150]) for a, b in zip(before, after, strict=True))
+    assert batch.lengths == [350]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new[:, :150])
+        assert not any(torch.equal(new[:, a : a + 100], new[:, b : b + 100]) for a, b in ((0, 150), (150, 250)))
 
 
 def test_real_weights_are_refused() -> None:

@@ -14,7 +14,8 @@ import torch
 
 from hybridgen import _C
 from hybridgen.offload.host_memory import HostBuffer
-from hybridgen.offload.logit_worker import LogitWorker
+from hybridgen.offload.logit_worker import KEPT_SHAPES, LogitWorker
+from hybridgen.offload.scanned_keys import attended_rows
 from hybridgen.offload.transfer import ImmediateTransfer, LazyTransfer, TransferEngine
 from hybridgen.telemetry import Telemetry
 from tests.kernels.scan_case import ISAS, KEY_TYPES, QuantizedCase, ScanCase, exact, nan_of, store
@@ -234,9 +235,10 @@ def test_the_worker_attends_and_counts(make: type[TransferEngine], threads: int)
     worker = LogitWorker(threads, [], make(telemetry), torch.device("cpu"))
     keys, values = (torch.randn(2, 3, 200, 16, dtype=torch.float16) for _ in range(2))
     lengths = [200, 64]
-    for step in range(5):  # two pairs of buffers take turns
+    rows = attended_rows(torch.empty(2, 6, 16), HostBuffer(keys, keys), HostBuffer(values, values), lengths)
+    for step in range(5):  # each layer has its own buffers
         query = torch.randn(2, 6, 16)
-        ticket = worker.attend(query, HostBuffer(keys, keys), HostBuffer(values, values), lengths, 0.25, layer=step)
+        ticket = worker.attend(query, rows, 0.25, layer=step)
         context, log_sum = ticket.partial()
         for b, length in enumerate(lengths):
             logits = 0.25 * query[b].view(3, 2, 16) @ keys[b, :, :length].float().mT
@@ -252,13 +254,16 @@ def test_the_worker_attends_and_counts(make: type[TransferEngine], threads: int)
     worker.close()
 
 
+def _worker(threads: int) -> LogitWorker:
+    return LogitWorker(threads, [], ImmediateTransfer(Telemetry()), torch.device("cpu"))
+
+
 def test_the_worker_names_what_does_not_fit() -> None:
-    worker = LogitWorker(0, [], ImmediateTransfer(Telemetry()), torch.device("cpu"))
     keys, query = torch.randn(1, 2, 64, 16), torch.randn(1, 4, 16)
 
     def attend(lengths: list[int] = [64], **changed: torch.Tensor) -> None:  # noqa: B006 - not changed
         given = {"keys": keys, "values": keys, **changed}
-        worker.attend(query, *(HostBuffer(given[name], given[name]) for name in ("keys", "values")), lengths, 1.0, 0)
+        attended_rows(query, *(HostBuffer(given[name], given[name]) for name in ("keys", "values")), lengths)
 
     for name, wrong in (
         ("keys", keys[..., :8]),
@@ -272,6 +277,33 @@ def test_the_worker_names_what_does_not_fit() -> None:
             attend(**{name: wrong})
     with pytest.raises(ValueError, match="lengths"):
         attend([65])
+    rows, worker = attended_rows(query, HostBuffer(keys, keys), HostBuffer(keys, keys), [64]), _worker(0)
+    with pytest.raises(ValueError, match=r"query: shape \(2, 4, 16\) for rows that go with \(1, 4, 16\)"):
+        worker.attend(query.expand(2, 4, 16), rows, 1.0, 0)
+    worker.close()
+
+
+def test_lengths_are_those_that_were_described() -> None:
+    """Whatever the caller does to its list."""
+    keys, query, lengths, worker = torch.randn(1, 2, 64, 16), torch.randn(1, 4, 16), [5], _worker(0)
+    rows = attended_rows(query, HostBuffer(keys, keys), HostBuffer(keys, keys), lengths)
+    lengths[0] = 9
+    context, _ = worker.attend(query, rows, 1.0, 0).partial()
+    logits = query[0].view(2, 2, 16) @ keys[0, :, :5].mT
+    torch.testing.assert_close(context[0].view(2, 2, 16), logits.softmax(-1) @ keys[0, :, :5])
+    worker.close()
+
+
+def test_buffers_of_many_shapes_are_not_kept() -> None:
+    """Of each layer those of the last few."""
+    worker = _worker(0)
+    for batch in range(1, 12):
+        keys, query = torch.randn(batch, 2, 64, 16), torch.randn(batch, 4, 16)
+        rows = attended_rows(query, HostBuffer(keys, keys), HostBuffer(keys, keys), [64] * batch)
+        ticket = worker.attend(query, rows, 1.0, 3)
+        ticket.partial()
+        ticket.release()
+    assert [place[0] for place in worker._free_attention] == list(range(12 - KEPT_SHAPES, 12))
     worker.close()
 
 

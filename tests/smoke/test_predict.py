@@ -71,7 +71,7 @@ POINTS = [
         for name, seq, flags in (
             ("4k x 8 aoc", "4k", ("--strategy", "aoc", "--gpu-window", "64")),
             ("512 x 8 aoc", "512", ("--strategy", "aoc", "--gpu-window", "64")),
-            ("512 x 8 moe-lightning, two", "512", ("--strategy", "moe-lightning", "--set", "runtime.micro_batch=4")),
+            ("4k x 8 moe-lightning", "4k", ("--strategy", "moe-lightning", "--gpu-window", "64")),
         )
     ),
 ]

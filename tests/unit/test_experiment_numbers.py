@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,18 +71,24 @@ def test_stages_are_timed_in_steps_that_make_nothing_new() -> None:
     assert SAMPLE_EVERY > UNTIMED_STEPS
 
 
-def test_a_length_has_the_newest_reports_and_says_who_was_left_out(
+def test_a_length_has_the_comparisons_reports_and_says_who_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not those of another machine or of other settings that the folder has, too, whichever is newer."""
     of = {**dict.fromkeys(stage_times.KEPT), **report("cuda:0", {}, (0.0, 1.0), mlp=1.0)}
     of["bytes_per_token"] = {"h2d": 3e6, "cpu_read": 0.0}
-    for name, model, age in (("aog-r0-b", "m", 0), ("aog-r0-a", "of another box", 60), ("aoc-r0-b", "m", 0)):
-        file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps(of | {"model": model}))
-        os.utime(file, (1e9 - age, 1e9 - age))
-    strategies = [{"name": name, "summary": {}, "skipped": None} for name in ("aog", "aoc")]
+    of |= {"config": {"a": 1}, "machine": {"gpu": "here"}}
+    for name, own in (
+        ("aog-r0-b", {"model": "m"}),
+        ("aog-r0-a", {"machine": {"gpu": "there"}}),
+        ("aog-r0-c", {"config": {"a": 2}}),
+        ("aoc-r0-b", {"model": "m"}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(of | own))
+    same = {"summary": {}, "skipped": None, "config": of["config"]}
+    strategies: list[dict[str, Any]] = [{"name": name, **same} for name in ("aog", "aoc")]
     strategies.append({"name": "hybridgen", "summary": None, "skipped": "no room"})
-    content = {"model": "smollm2-135m", "prompt_tokens": 4096, "strategies": strategies}
+    content = {"model": "smollm2-135m", "prompt_tokens": 4096, "strategies": strategies, "machine": of["machine"]}
     monkeypatch.setattr(stage_times, "compare", lambda *words: content)
     settings = {"seq": "4k", "strategies": list(stage_times.STRATEGIES), "flags": []}
     found = stage_times.measure(Point("4k", settings, {"folder": tmp_path}))

@@ -11,7 +11,18 @@ import torch
 
 from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings, with_settings
 from hybridgen.engine import memory_plan
-from hybridgen.evaluation.machine_model import Load, Spread, one_after_another, predict, roofline_s
+from hybridgen.evaluation.machine_model import (
+    ATTENDS_SLOWER_BY_QUERY,
+    CHAIN_S,
+    HAND_OVER_S,
+    ROTATED_S,
+    STEP_S,
+    Load,
+    Spread,
+    one_after_another,
+    predict,
+    roofline_s,
+)
 from hybridgen.evaluation.policy_search import Attention, Grid, Placed, candidates, modes_of, search, to_disk
 from hybridgen.models.loading import layer_shapes
 from hybridgen.placement.hardware import Hardware
@@ -75,12 +86,14 @@ def test_a_step_by_hand() -> None:
     local = 30 * (context - rows) * 2 * 3 * 64 * 2
     aog = predict(CHOICE, CONFIGS["gpu"], modes_of(0, LAYERS, "gpu"), PROMPT, GEN, MACHINE)
     assert aog.step.h2d == pytest.approx(kv / 10e9) and aog.step.cpu == 0
-    assert aog.step.gpu == pytest.approx((weights + head + kv + local) / 750e9)
+    small = 30 * ROTATED_S
+    assert aog.step.gpu == pytest.approx((weights + head + kv + local) / 750e9 + small)
     assert aog.step.dram == pytest.approx((kv + 30 * 2 * 3 * 64 * 2) / 40e9), "read for the link, and a new token's row"
-    assert aog.step_s == pytest.approx(max(aog.step.h2d, aog.step.gpu)) and aog.bottleneck == "h2d"
+    assert aog.step_s == pytest.approx(max(aog.step.h2d, aog.step.gpu) + STEP_S) and aog.bottleneck == "h2d"
     aoc = predict(CHOICE, CONFIGS["cpu"], modes_of(0, LAYERS, "cpu"), PROMPT, GEN, MACHINE)
-    assert aoc.step.cpu == pytest.approx(kv / 40e9)
-    own = (weights + local) / 750e9
+    shared = 1 + 2 * ATTENDS_SLOWER_BY_QUERY
+    assert aoc.step.cpu == pytest.approx(shared * kv / 40e9), "three queries share a KV head"
+    own = (weights + local) / 750e9 + small
     logits = predict(CHOICE, hybrid(), ("lookahead",) * LAYERS, PROMPT, GEN, MACHINE)
     kept = math.ceil(0.1 * rows)
     fetched, scores = 30 * 3 * kept * 2 * 64 * 2, 30 * 9 * rows * 2
@@ -90,7 +103,8 @@ def test_a_step_by_hand() -> None:
     assert logits.step.dram == pytest.approx((kv / 2 + 2 * scores + fetched + aged) / 40e9)
     there = 30 * 9 * 64 * 4 / 10e9 + 30 * 64 * 3 * 2 * 2 / 10e9
     back = 30 * 9 * 65 * 4 / 9e9
-    assert aoc.step_s == pytest.approx(head / 750e9 + own + kv / 40e9 + there + back + 30 * 40e-6, rel=1e-3)
+    turns = own + shared * kv / 40e9 + there + back + 30 * 40e-6
+    assert aoc.step_s == pytest.approx(head / 750e9 + turns + STEP_S, rel=1e-3)
     assert aoc.total_s == pytest.approx(aoc.prefill_s + (GEN - 1) * aoc.step_s)
     assert aoc.tokens_per_s == pytest.approx(GEN / aoc.total_s)
 
@@ -104,7 +118,7 @@ def test_streamed_weights_come_once_for_all_micro_batches() -> None:
     assert whole.step.h2d == parts.step.h2d == pytest.approx(0.75 * weights * 2 / 10e9)
     assert whole.step.disk == parts.step.disk == pytest.approx(0.5 * weights * 2 / 2e9)
     head = CHOICE.spec.vocab_size * CHOICE.spec.hidden_size
-    assert parts.step.gpu - whole.step.gpu == pytest.approx(3 * (weights + head) * 2 / 750e9)
+    assert parts.step.gpu - whole.step.gpu == pytest.approx(3 * ((weights + head) * 2 / 750e9 + 30 * ROTATED_S))
 
 
 def test_packed_weights_cross_packed_and_are_unpacked_once_a_step() -> None:
@@ -140,7 +154,7 @@ def test_a_scan_takes_of_the_links_rate() -> None:
     beside = predict(CHOICE, config, modes, LONG, GEN, together)
     link, scan = beside.step.h2d, beside.step.cpu
     assert scan == alone.cpu and link > scan / 2, "the link is busy when the scan is over"
-    assert beside.step_s == pytest.approx(scan + (link - scan / 2) + LAYERS * 250e-6)
+    assert beside.step_s == pytest.approx(scan + (link - scan / 2) + LAYERS * HAND_OVER_S + STEP_S)
 
 
 def test_two_layers_are_under_way() -> None:
@@ -148,13 +162,15 @@ def test_two_layers_are_under_way() -> None:
     fast = replace(MACHINE, gpu_memory_gb_per_s=1e6, gpu_tflops=1e6, h2d_gb_per_s=1e6, host_dram_gb_per_s=1e9)
     modes = ("lookahead",) * LAYERS
     quick = predict(CHOICE, hybrid(), modes, LONG, GEN, fast)
-    scan = quick.step.cpu
-    assert quick.step_s == pytest.approx(scan + LAYERS * 250e-6), "the scan alone counts"
+    scan, waiting = quick.step.cpu, LAYERS * HAND_OVER_S
+    in_chain = waiting + LAYERS * CHAIN_S
+    alone = max(scan + waiting, (scan + quick.step.gpu + quick.step.h2d + in_chain) / 2)
+    assert quick.step_s == pytest.approx(alone + STEP_S, rel=1e-3), "the scan, or the turns of two layers"
     slow = replace(fast, h2d_gb_per_s=quick.step.h2d * 1e6 / scan)
     both = predict(CHOICE, hybrid(), modes, LONG, GEN, slow)
     assert both.step.h2d == pytest.approx(scan, rel=1e-3)
-    each = both.step.gpu + both.step.h2d + scan + LAYERS * 250e-6
-    assert both.step_s == pytest.approx(max(each / 2, scan + LAYERS * 250e-6), rel=1e-3)
+    each = both.step.gpu + both.step.h2d + scan + in_chain
+    assert both.step_s == pytest.approx(max(each / 2, scan + waiting) + STEP_S, rel=1e-3)
 
 
 def test_queries_that_share_a_kv_head_slow_a_scan_down() -> None:
