@@ -221,7 +221,7 @@ def _settings(strategy: str, changes: Mapping[str, Any]) -> Settings:
 
 
 def _pair(one: tuple[str, Any]) -> str:
-    return f"{one[0]}={one[1]}"
+    return f"{one[0]}={'null' if one[1] is None else one[1]}"
 
 
 def table(results: Sequence[Result]) -> str:
