@@ -8,6 +8,9 @@ of its host tier beside a window of `--window`; what it attends to that way, on 
 budget that every other method gets, by its own rule (`hybridgen/evaluation/budgets.py`; those with a host tier have
 the same window). Its exact layers count as 1.0. `perplexity` is that of the `--text`s, with a window of 128.
 
+InfiniGen's published threshold keeps less than that budget, and has a row beside InfiniGen with all of it. `--methods`
+measures some alone: then they are paired with full attention, not with hybridgen.
+
 COPA's examples are so short that a window of 16 leaves no block of 64 tokens for the host: its window is 8.
 """
 
@@ -248,9 +251,9 @@ def table(results: Sequence[Result]) -> str:
         cells = [
             f"{one['name']} {_interval(*_against_first(one['result'], at))}"
             for one in results
-            if (at := _place(one, method)) is not None
+            if (at := _place(one, method)) is not None and one["result"]["results"][at]["against_first"] is not None
         ]
-        lines.append(f"  {method:<30} {'; '.join(cells)}")
+        lines += [f"  {method:<30} {'; '.join(cells)}"] if cells else []
     return "\n".join(lines)
 
 

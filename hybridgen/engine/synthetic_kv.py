@@ -28,7 +28,7 @@ class SyntheticPrefill(Prefill):
 
     def layer(self, layer: int, state: PrefillState, mirrors: list[MicroBatch], places: KVPlaces) -> None:
         """Random queries, keys and values of all prompts; what leaves the layer is what came in."""
-        self._weights.wait(layer)  # they come in turn, whether they are looked at or not
+        tuple(self._weights.wait(layer).values())  # they come in turn: each is waited for as it is looked up
         spec = self.model.spec.layers[layer]
         for prompt in (prompt for group in state.groups for prompt in group):
             new, member = prompt.end - prompt.start, state.micro_batch.members[prompt.sequences[0]]

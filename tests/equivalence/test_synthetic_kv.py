@@ -91,6 +91,17 @@ def test_a_further_turn(zoo: ModelZoo) -> None:
         assert not any(torch.equal(new[:, a : a + 100], new[:, b : b + 100]) for a, b in ((0, 150), (150, 250)))
 
 
+@pytest.mark.parametrize("transfer", ["immediate", "lazy"])
+def test_beside_weights_that_stream(zoo: ModelZoo, transfer: str) -> None:
+    """And in micro-batches: the same logits as with all weights on the device."""
+    streamed = {"placement__weights_on_gpu": 0.3, "runtime__micro_batch": 2, "runtime__transfer": transfer}
+    with opened(zoo.directory(NAME), "full") as full, opened(zoo.directory(NAME), "aog", **streamed) as llm:
+        batches = filled(full), filled(llm)
+        for token in (3, 4, 5):
+            expected, logits = (one.decode(batch, [token] * 3) for one, batch in zip((full, llm), batches, strict=True))
+            assert (logits - expected).abs().max() < LOGITS_TOLERANCE
+
+
 def test_real_weights_are_refused() -> None:
     settings = {"runtime.synthetic_kv": Setting(True, "--synthetic-kv"), "model.weights": Setting("real", "--weights")}
     with pytest.raises(ConfigError, match=r"--synthetic-kv with model.weights = 'real'.*allowed: --weights random"):
