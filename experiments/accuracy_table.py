@@ -31,7 +31,7 @@ from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
 from hybridgen.engine.layer_modes import chooses, layer_modes
 from hybridgen.errors import ConfigError
-from hybridgen.evaluation.budgets import local_share, with_budget
+from hybridgen.evaluation.budgets import local_share, turns_of, with_budget
 from hybridgen.evaluation.loglikelihood import cut_batches, encode
 from hybridgen.evaluation.task_results import mean_of_tasks, summarise_task
 from hybridgen.evaluation.tasks import find_task, load_task
@@ -187,8 +187,10 @@ def matched(
         changes |= {"cache.sinks": SINKS, "cache.gpu_window": asked["window"]}
         changes |= {"selection.min_keep": 0, "selection.keep": asked["keep"]}
         strategy = method.split(",")[0]
-        modes = layer_modes(build_config(_settings(strategy, changes)), num_layers)
-        exact, beside = fmean(not chooses(mode) for mode in modes), _beside(asked["window"], prompt, steps, modes)
+        settings = _settings(strategy, changes)
+        modes, layout = layer_modes(build_config(settings), num_layers), WindowLayout(SINKS, asked["window"])
+        exact = fmean(not chooses(mode) for mode in modes)
+        beside = fmean(local_share(layout, prompt, steps, *turn) for turn in turns_of(settings, modes))
         if beside == 1.0:
             raise ValueError(
                 f"{asked['task']}: {prompt} tokens leave nothing for the host beside a window of {asked['window']}"
@@ -206,13 +208,6 @@ def matched(
         cut = {path: with_it[path].value for path in ("eviction.heavy", "eviction.recent")}
         found[method] = {"strategy": method, "eviction.sinks": SINKS, **cut}
     return found
-
-
-def _beside(window: int, prompt: int, steps: int, modes: Sequence[str]) -> float:
-    """Share of the context that lies on the device, mean over the layers that choose."""
-    layout = WindowLayout(SINKS, window)
-    layers = [layer for layer, mode in enumerate(modes) if chooses(mode)]
-    return fmean(local_share(layout, prompt, steps, layer, len(modes)) for layer in layers)
 
 
 def _settings(strategy: str, changes: Mapping[str, Any]) -> Settings:
@@ -323,10 +318,19 @@ def _interval(estimate: Mapping[str, Any], scale: float) -> str:
 
 
 def mean_differences(results: Sequence[Result], tasks: Sequence[str]) -> dict[str, Any]:
-    """By method, over these tasks, the mean difference from full attention."""
-    by_task = {one["name"]: one["result"] for one in results}
-    means = mean_of_tasks([(find_task(task), by_task[task]["results"]) for task in tasks]) or []
-    return {method: means[at]["against_full"] for at, method in enumerate(by_task[tasks[0]]["methods"]) if at}
+    """By method that all of these tasks have, the mean difference from full attention."""
+    by_task = {one["name"]: one for one in results}
+    found = {}
+    for method in METHODS:
+        places = [_place(by_task[task], method) for task in tasks]
+        if None not in places:
+            pairs = [
+                (find_task(task), [by_task[task]["result"]["results"][at] for at in (0, place)])
+                for task, place in zip(tasks, places, strict=True)
+                if place is not None
+            ]
+            found[method] = (mean_of_tasks(pairs) or [])[1]["against_full"]
+    return found
 
 
 EXPERIMENT = Experiment("accuracy_table", __doc__ or "", points, measure, table, draw, add_flags)

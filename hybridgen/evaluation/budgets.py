@@ -76,7 +76,7 @@ def with_budget(
     others = count - exact
     each = (budget * count - exact) / others
     solve = _evicting if _value(settings, "attention.executor") == "evicting" else _hybrid
-    changes, local, fetched, least = solve(settings, each, prompt, max(1, steps), _turns(settings, modes))
+    changes, local, fetched, least = solve(settings, each, prompt, max(1, steps), turns_of(settings, modes))
     if changes is None:
         smallest = math.ceil(1e4 * (exact + least * others) / count) / 1e4
         raise BudgetError(
@@ -187,7 +187,7 @@ def _value(settings: Settings, path: str) -> Any:
     return getattr(getattr(Config(), section), name)
 
 
-def _turns(settings: Settings, modes: Sequence[str]) -> list[tuple[int, int]]:
+def turns_of(settings: Settings, modes: Sequence[str]) -> list[tuple[int, int]]:
     """(turn, of how many) in which the layers that are not resident age: all in the first where the device scores."""
     in_step = _value(settings, "cache.sketch_home") == "gpu" or _value(settings, "cache.sketch") in DEVICE_SKETCHES
     return [(0 if in_step else layer, len(modes)) for layer, mode in enumerate(modes) if mode != "resident"]
