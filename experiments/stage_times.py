@@ -90,10 +90,14 @@ def measure(point: Point) -> Result:
 
 def _report(folder: Path, strategy: str, comparison: Mapping[str, Any]) -> Result:
     """That of the comparison's round, among those of other settings and machines that the folder may have."""
+
+    def of_machine(content: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in content["machine"].items() if name != "scans_by_isa"}  # a count
+
     config = next(some["config"] for some in comparison["strategies"] if some["name"] == strategy)
     for file in folder.glob(f"{strategy}-r0-*.json"):
         report: Result = json.loads(file.read_text(encoding="utf-8"))
-        if report["config"] == config and report["machine"] == comparison["machine"]:
+        if report["config"] == config and of_machine(report) == of_machine(comparison):
             return report
     raise ValueError(f"{folder}: no report of {strategy} that belongs to its compare.json")
 
