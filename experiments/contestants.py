@@ -7,6 +7,7 @@ process of `hybridgen.compare`, or predicted by the machine model.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,15 @@ CONTESTANTS = {
 OURS = tuple(name for name, some in CONTESTANTS.items() if some.of is None and name != "full")
 # Average speed-ups over them in the paper (abstract; its budgets and batch sizes are not known).
 CLAIMED = {"InfiniGen": 1.41, "Keyformer": 1.86, "FlexGen": 3.2, "MoE-Lightning": 3.2}
+
+
+def add_contest_flags(parser: argparse.ArgumentParser) -> None:
+    """At which budgets, and whether to measure, to predict, or both."""
+    parser.add_argument("--budgets", type=Path, default=BUDGETS, metavar="FILE", help=f"default {BUDGETS.name}")
+    parser.add_argument("--target", default=TARGET, help=f"of match_budgets.py (default {TARGET!r})")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
+    only.add_argument("--measure-only", action="store_true", help="predict nothing")
 
 
 def read_budgets(file: Path, target: str) -> dict[str, dict[str, Any]]:

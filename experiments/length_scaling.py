@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from common import SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
 from comparisons import SPEED_ONLY, comparison_point
 from contestants import (
-    BUDGETS,
     CONTESTANTS,
     GEN,
     LABEL,
     SMOKE_BUDGETS,
-    TARGET,
+    add_contest_flags,
     measure,
     ratios,
     read_budgets,
@@ -55,14 +53,10 @@ SCORING_PROMPTS, MOST_SCORED = ("h2o-host", "keyformer-host"), 65536  # a prompt
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those of every experiment."""
-    parser.add_argument("--budgets", type=Path, default=BUDGETS, metavar="FILE", help=f"default {BUDGETS.name}")
-    parser.add_argument("--target", default=TARGET, help=f"of match_budgets.py (default {TARGET!r})")
+    add_contest_flags(parser)
     parser.add_argument("--model", action="append", help=f"repeatable (default {', '.join(MODELS)})")
     parser.add_argument("--seq", type=parse_tokens, action="append", help=f"repeatable (default {LENGTHS})")
     parser.add_argument("--hardware", default="h200-16-cores", help="of the machine model: as hybridgen.predict has it")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
-    only.add_argument("--measure-only", action="store_true", help="predict nothing")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:

@@ -17,14 +17,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from common import SMOKE_MODEL, Experiment, Point, Result, align, main, new_figure
 from comparisons import SPEED_ONLY, comparison_point
 from contestants import (
-    BUDGETS,
     CLAIMED,
     CONTESTANTS,
     GEN,
@@ -32,7 +30,7 @@ from contestants import (
     OURS,
     ROUNDS,
     SMOKE_BUDGETS,
-    TARGET,
+    add_contest_flags,
     measure,
     ratios,
     read_budgets,
@@ -58,15 +56,11 @@ SMOKE = ("aog", "infinigen", "hybridgen")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Beside those of every experiment."""
-    parser.add_argument("--budgets", type=Path, default=BUDGETS, metavar="FILE", help=f"default {BUDGETS.name}")
-    parser.add_argument("--target", default=TARGET, help=f"of match_budgets.py (default {TARGET!r})")
+    add_contest_flags(parser)
     parser.add_argument("--seq", type=parse_tokens, default=32768, help="prompt tokens (default 32k)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     parser.add_argument("--hardware", action="append", help=f"of the machine model; repeatable (default {HARDWARE})")
     parser.add_argument("--measure", action="append", metavar="MODEL", help=f"repeatable (default {MEASURED})")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--predict-only", action="store_true", help="measure nothing: no GPU is needed")
-    only.add_argument("--measure-only", action="store_true", help="predict nothing")
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
