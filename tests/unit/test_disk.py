@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -207,6 +208,20 @@ while True:
 """
 
 
+def threads_of(process: int) -> list[Path]:
+    """What the system says of each of its threads; the first word after the name is the state, T for stopped."""
+    return list(Path(f"/proc/{process}/task").glob("*/stat"))
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def run_script(script: str, folder: Path | str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, str(folder)]
@@ -226,8 +241,13 @@ def test_killed_processes_leave_nothing_behind(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
             assert int(parent.stdout.readline()) == child
             left += len(list(tmp_path.glob(f"own-{child}-*")))
-        os.kill(live, signal.SIGSTOP)  # it lives, and makes no new files
-        of_live = set(tmp_path.glob(f"own-{live}-*"))
+        os.kill(live, signal.SIGSTOP)  # it lives, and makes no new files, once it has heard of it
+        until = time.monotonic() + 20
+        while any("T" not in stat.read_text().rpartition(")")[2].split()[0] for stat in threads_of(live)):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        # One that it had made and not yet locked may go: it then makes another (`_make_own`).
+        of_live = {path for path in tmp_path.glob(f"own-{live}-*") if is_locked(path)}
         removed = sweep(tmp_path)
         assert left > 0 and of_live
         assert {path for path in tmp_path.iterdir() if path.name != "kept"} == {ours.path, *of_live}
