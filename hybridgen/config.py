@@ -164,8 +164,9 @@ class RuntimeConfig:
     transfer: Literal["auto", "immediate", "lazy", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "native"] = "auto"  # of choice and attention; native: C++ on the CPU
     cuda_graphs: bool = True  # on a GPU: what a decode step does again and again is launched as graphs (pieces.py)
-    # Threads that torch computes with on the CPU; auto: all cores that the scan leaves, fewer while others use them.
-    torch_threads: int | Literal["auto"] = "auto"
+    # Threads that torch computes with on the CPU; all: one a core that the scan leaves (or OMP_NUM_THREADS); auto: the
+    # same, but fewer while others use the cores: sums are rounded in another order then.
+    torch_threads: int | Literal["auto", "all"] = "auto"
     mass_probe_interval: int = 16  # decode steps between probes of the true covered mass; 0: never
     synthetic_kv: bool = False  # with random weights: the prompt's K and V are drawn, not computed (synthetic_kv.py)
 

@@ -67,7 +67,7 @@ RANGES: dict[str, tuple[str, Any]] = {
         lambda v: v >= 0 if isinstance(v, int) else 0 < v <= 1,
     ),
     "runtime.worker_threads": ("'auto' or a number >= 0", lambda v: v == "auto" or v >= 0),
-    "runtime.torch_threads": ("'auto' or a number >= 1", lambda v: v == "auto" or v >= 1),
+    "runtime.torch_threads": ("'auto', 'all' or a number >= 1", lambda v: isinstance(v, str) or v >= 1),
     "runtime.mass_probe_interval": ("a number of steps >= 0 (0: never)", lambda v: v >= 0),
     "sampling.temperature": ("0 (greedy) or a number >= 0.001", lambda v: v == 0 or v >= 0.001),
     "sampling.stop": ("strings that are not empty", all),

@@ -374,11 +374,17 @@ def worker_threads(config: Config, device: torch.device) -> tuple[int, list[int]
 
 
 def torch_threads(config: Config, device: torch.device, scan_threads: int) -> int:
-    """Threads for torch's own work on the CPU: with a GPU they hardly matter and stay as they are."""
+    """Threads for torch's own work on the CPU: with a GPU they hardly matter and stay as they are.
+
+    Unless a number was asked for, OMP_NUM_THREADS is obeyed, as by torch itself.
+    """
     asked = config.runtime.torch_threads
     most = max(1, len(os.sched_getaffinity(0)) - scan_threads)
-    if asked == "auto":
-        return torch.get_num_threads() if device.type == "cuda" else most
+    if isinstance(asked, str):
+        if device.type == "cuda":
+            return torch.get_num_threads()
+        named = os.environ.get("OMP_NUM_THREADS", "")
+        return min(most, max(1, int(named))) if named.isdigit() else most
     if asked > most:
         raise ConfigError(
             f"runtime.torch_threads = {asked}: the scan has {scan_threads} of {len(os.sched_getaffinity(0))} cores, "

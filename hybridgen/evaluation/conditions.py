@@ -39,7 +39,11 @@ from hybridgen.placement.plan import MemoryPlan
 from hybridgen.quantities import parse_keep, parse_tokens
 
 MASS_PROBE_INTERVAL = 2  # decode steps: 64 of them then probe each layer of most models
-DEFAULTS = {"runtime.mass_probe_interval": MASS_PROBE_INTERVAL, "model.exact_layers_mode": "resident"}
+DEFAULTS = {
+    "runtime.mass_probe_interval": MASS_PROBE_INTERVAL,
+    "model.exact_layers_mode": "resident",
+    "runtime.torch_threads": "all",  # the same sums, and so the same figures, whoever else uses the cores
+}
 _KV_ITEMS = (
     "KV of resident layers", "KV of sinks and windows", "KV that is not evicted", "KV host tier", "fitted query maps",
 )  # of a memory plan

@@ -28,6 +28,7 @@ CONTEXT, DECODE, PASSAGES = 200, 12, 4
 LENGTH = CONTEXT + DECODE + 1
 TEXT_TOKENS = 1000
 SHAPE = ["--context", "200", "--decode", "12", "--passages", "4", "--batch", "3", "--gpu-window", "16"]
+SHAPE += ["--set", "runtime.torch_threads=1"]  # several tests run beside each other
 
 
 @pytest.fixture(scope="module")

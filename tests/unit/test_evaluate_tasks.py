@@ -26,6 +26,7 @@ from tests.equivalence.tiny_models import load_hf, save_character_tokenizer, sav
 WORDS = ("stone", "water", "apple", "green bread", "salt", "an old lamp", "rain")
 QUESTIONS = 12
 NARROW = ["--gpu-window", "8", "--keep", "0.2", "--min-keep", "0"]
+NARROW += ["--set", "runtime.torch_threads=1"]  # several tests run beside each other
 
 
 def goal(number: int) -> str:
@@ -190,8 +191,7 @@ def test_two_processes_give_the_items_of_one(
         assert list(found) == list(expected)  # in the file's order
         for index, item in expected.items():
             for ours, theirs in zip(item["results"], found[index]["results"], strict=True):
-                assert [pair[0] for pair in ours] == pytest.approx([pair[0] for pair in theirs], abs=1e-5)
-                assert [pair[1] for pair in ours] == [pair[1] for pair in theirs]
+                assert ours == theirs  # to the last bit: the same batches, the same number of threads
     assert [task["results"][0]["metrics"]["acc"] for task in two["tasks"]] == [
         task["results"][0]["metrics"]["acc"] for task in one["tasks"]
     ]

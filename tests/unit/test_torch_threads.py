@@ -9,8 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from hybridgen.config import Setting, build_config
+from hybridgen.engine import build
+from hybridgen.engine.llm import LLM
 from hybridgen.engine.torch_threads import CHECK_STEPS, MOST_RETRY_STEPS, RETRY_STEPS, RunDelays, TorchThreads
+from tests.equivalence.tiny_models import save_tiny_model
 
 STEP_NS = 40_000_000
 RETRY_ROUND = RETRY_STEPS + CHECK_STEPS
@@ -221,3 +226,35 @@ def test_one_neighbour_is_seen_by_many_threads() -> None:
     machine = Machine(16)
     machine.taken = 1
     assert machine.steps(2 * CHECK_STEPS) == 15
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "expected"),
+    [("auto", None, 6), ("all", None, 6), ("all", "2", 2), ("auto", "2", 2), ("auto", "99", 6), ("auto", "0", 1),
+     (5, "2", 5), (1, None, 1)],
+)  # fmt: skip
+def test_how_many_there_are(
+    asked: str | int, environment: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight cores, two of which are the scan's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    config = build_config({"runtime.torch_threads": Setting(asked, "a test")})
+    assert build.torch_threads(config, torch.device("cpu"), 2) == expected
+
+
+@pytest.mark.parametrize("asked", ["auto", "all"])
+def test_only_auto_looks_at_the_neighbours(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a decode beside others that take every core, `all` keeps its number."""
+    waited_ns = itertools.count(step=10**12)  # more than all steps take
+    monkeypatch.setattr(RunDelays, "__call__", lambda self: next(waited_ns))
+    monkeypatch.setattr(build, "torch_threads", lambda *_: 2)
+    before, model = torch.get_num_threads(), save_tiny_model("llama-gqa2", tmp_path)
+    try:
+        with LLM(str(model), {"runtime.device": "cpu", "runtime.torch_threads": asked}) as llm:
+            llm.generate([list(range(1, 20))], 4 * CHECK_STEPS)
+            assert (llm.torch_threads.lowered_steps > 0) == (asked == "auto")
+    finally:
+        torch.set_num_threads(before)
