@@ -13,6 +13,8 @@ import hybridgen  # noqa: F401  # before torch: it makes OpenMP wait passively
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Its threads would come on top of torch's and the worker's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One more variant of the CPU kernels, for tests of kernels alone: nothing selects it by itself.
+os.environ.setdefault("HYBRIDGEN_EMULATE_AMX", "1")
 # What was once measured on this machine is not a test's business.
 os.environ["HYBRIDGEN_MACHINE_FILE"] = os.devnull + ".json"
 

@@ -32,6 +32,7 @@ constexpr std::int64_t kMaxSplit = 4096;  // floats of a group's queries that sc
 constexpr __mmask16 kAll = 0xffff;
 
 #include "stores512.h"
+#include "transpose512.h"
 
 // Keys: `load` gives up to 16 channels in order; of those that are kSplit, `line` gives 64 whole bytes, even channels and
 // odd ones.
@@ -97,16 +98,6 @@ inline __m512 sums_of(const __m512 (&v)[kLanes]) {
   const __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(quad[2], quad[3], 0x44),
                                  _mm512_shuffle_f32x4(quad[2], quad[3], 0xee));
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
-}
-
-// Quarter i of v[j] goes to quarter j of v[i].
-inline void transpose_quarters(__m512* v) {
-  const __m512 low01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44), high01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
-  const __m512 low23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44), high23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-  v[0] = _mm512_shuffle_f32x4(low01, low23, 0x88);
-  v[1] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
-  v[2] = _mm512_shuffle_f32x4(high01, high23, 0x88);
-  v[3] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
 }
 
 // From 16 / R tiles, lane R * head + row, to a register of 16 rows a head: tile t has rows R * t and on.

@@ -2,14 +2,8 @@
 // of a sketch AVX-512 alone takes three; for int8 keys it takes two conversions and a product a head for each 16
 // channels. Sketches and int8 keys gain; everything else is avx512.cpp's.
 //
-// Int8: a query head is rounded once, before it meets any key, to integers of 16 bits with one step a head:
-//   query[c] = step * (256 * high[c] + low[c]), nearly; step = max |query| / kMostQuery; high and low are signed bytes.
-// Everything up to the sum over the channels is then exact, in integers. So, beside the rounding of a few float32
-// operations, a logit is off by at most
-//   scale * row_scale * step / 2 * sum_c |code[c]|,
-// which is 2^-16 of the largest logit that such a key could have with such a query (all channels at its maximum), where
-// the codes themselves are rounded to 8 bits: 2^-8 of their largest. The other ISAs, and this one beyond kMaxInt8Dim,
-// multiply by the query in float32.
+// Int8 keys meet a query that is rounded to 16 bits a channel: see int8_query512.h. The other ISAs without AMX, and this
+// one beyond kMaxInt8Dim, multiply by the query in float32.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -36,13 +30,12 @@ inline __attribute__((always_inline)) __m512i dot(__m512i sums, __m512i codes, _
 }
 
 #include "stores512.h"
+#include "int8_query512.h"
 #include "sketch512.h"
 
 constexpr int kRows = 16;                       // of a tile: a lane each of its logits
-constexpr std::int64_t kLine = 64;              // int8 channels of a register
 constexpr std::int64_t kMaxInt8Dim = 512;       // sums of 128 * kMostQuery a channel stay within 32 bits
 constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
-constexpr float kMostQuery = 127 * 256 + 127;   // the largest number of two signed bytes
 
 // Query heads in integers.
 struct Rounded {
@@ -54,35 +47,17 @@ struct Rounded {
   float step[kPassHeads];
 };
 
-// G heads of `query`. As for sketches, one that is below 1e-30 everywhere is taken for zero.
+// G heads of `query`.
 template <int G>
 void round_heads(const float* query, std::int64_t d, Rounded& rounded) {
-  const auto piece = [d](const float* head, std::int64_t c) {  // head_dim is a multiple of 8: zeros beyond it
-    return _mm512_maskz_loadu_ps(d - c >= 16 ? 0xffff : d > c ? 0xff : 0, head + c);
-  };
   for (int g = 0; g < G; ++g, query += d) {
-    __m512i largest = _mm512_setzero_si512();  // as integers, of which a NaN's is the largest: it ends up in the step
-    for (std::int64_t c = 0; c < d; c += 16) {
-      largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(piece(query, c))));
-    }
-    const std::uint32_t bits = _mm512_reduce_max_epu32(largest);
-    float most;
-    __builtin_memcpy(&most, &bits, sizeof most);
-    rounded.step[g] = most / kMostQuery;
-    const __m512 inverse = _mm512_set1_ps(most > 1e-30f ? kMostQuery / most : 0.0f);
-    __m512i total = _mm512_setzero_si512();
+    alignas(64) std::int8_t bytes[2][kMaxInt8Dim];
+    const RoundedHead head = round_head(query, d, bytes[0], bytes[1]);
+    rounded.step[g] = head.step;
+    rounded.start[g] = _mm512_maskz_set1_epi32(0xf, -128 * head.total);
     for (std::int64_t line = 0; line * kLine < d; ++line) {
-      alignas(64) std::int8_t bytes[2][kLine];
-      for (std::int64_t c = 0; c < kLine; c += 16) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(piece(query, line * kLine + c), inverse));
-        const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-        const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
-        _mm_store_si128(reinterpret_cast<__m128i*>(bytes[0] + c), _mm512_cvtepi32_epi8(high));
-        _mm_store_si128(reinterpret_cast<__m128i*>(bytes[1] + c), _mm512_cvtepi32_epi8(low));
-        total = _mm512_add_epi32(total, whole);
-      }
       for (int limb = 0; limb < 2; ++limb) {
-        const __m512i all = _mm512_load_si512(bytes[limb]);
+        const __m512i all = _mm512_load_si512(bytes[limb] + line * kLine);
         __m512i* to = rounded.bytes + (line * 4 * G + g) * 2 + limb;
         to[0 * G * 2] = _mm512_shuffle_epi32(all, _MM_PERM_AAAA);
         to[1 * G * 2] = _mm512_shuffle_epi32(all, _MM_PERM_BBBB);
@@ -90,7 +65,6 @@ void round_heads(const float* query, std::int64_t d, Rounded& rounded) {
         to[3 * G * 2] = _mm512_shuffle_epi32(all, _MM_PERM_DDDD);
       }
     }
-    rounded.start[g] = _mm512_maskz_set1_epi32(0xf, -128 * _mm512_reduce_add_epi32(total));
   }
 }
 
@@ -271,18 +245,26 @@ namespace {
 
 bool usable() { return kAvx512.usable() && __builtin_cpu_supports("avx512vnni"); }
 
+}  // namespace
+
 IsaKernels with_integers(IsaKernels kernels) {
-  kernels.name = "avx512_vnni";
-  kernels.usable = usable;
   kernels.scan[static_cast<int>(KeyType::Int8)] = kInt8;
   kernels.scan[static_cast<int>(KeyType::Int4)] = kInt4;
   kernels.scan[static_cast<int>(KeyType::Int2)] = kInt2;
   return kernels;
 }
 
+namespace {
+
+IsaKernels named(IsaKernels kernels) {
+  kernels.name = "avx512_vnni";
+  kernels.usable = usable;
+  return kernels;
+}
+
 }  // namespace
 
-const IsaKernels kAvx512Vnni = with_integers(kAvx512);  // which is a constant, so it is there already
+const IsaKernels kAvx512Vnni = named(with_integers(kAvx512));  // which is a constant, so it is there already
 
 }  // namespace hybridgen
 

@@ -34,8 +34,8 @@ constexpr std::int64_t sketch_bytes(int bits, std::int64_t head_dim) { return (8
 // for g < group, j < rows, c < head_dim; with a list, key(list[j], c) instead: in any order, repeated or not.
 //   floats: key(j, c) = keys[j * key_stride + c], and no shifts
 //   int8:   key(j, c) = row_scales[j] * keys[j * key_stride + c]; a shift is the query times the mean of the keys
-//           An ISA may round the query to 16 bits a channel, with one step a head: avx512_vnni.cpp does, and says how
-//           far that can move a logit; the others multiply by the query as it is.
+//           An ISA may round the query to 16 bits a channel, with one step a head: int8_query512.h says how far that
+//           can move a logit, and who does; the others multiply by the query as it is.
 //   sketch: key(j, c) = scale(c) * code(j, c) + zero(c), of block j / 64 at byte j / 64 * key_stride of keys; as above.
 //           The query times scale(c), less what a rounding to int8 with one step a block and head takes away, meets the
 //           codes in integers, which are the same for every ISA. A sorted list visits each block once.
@@ -140,6 +140,9 @@ extern const IsaKernels kScalar;
 extern const IsaKernels kAvx2;
 extern const IsaKernels kAvx512;
 extern const IsaKernels kAvx512Vnni;  // kAvx512 with other kernels for int8 keys and sketches
+extern const IsaKernels kAmx;         // kAvx512Vnni with other kernels for grouped queries
+extern const IsaKernels kAmxEmulated;  // which it tells apart from their instructions; for tests
+IsaKernels with_integers(IsaKernels kernels);  // avx512_vnni.cpp's in their place
 #endif
 
 }  // namespace hybridgen

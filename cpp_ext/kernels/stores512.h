@@ -1,5 +1,5 @@
-// Writing logits in registers of 512 bits, for avx512.cpp and avx512_vnni.cpp: included by each within its target
-// region and its anonymous namespace. No other file may include it, hence no guard.
+// Writing logits in registers of 512 bits, for avx512.cpp, avx512_vnni.cpp and amx.cpp: included by each within its
+// target region and its anonymous namespace. No other file may include it, hence no guard.
 
 // 16 logits of a head that has `stride` of them; of buffers that are read at once it is kSketchTokens or kLinkTokens, and
 // they stay in the cache. Others go past the caches where they are a whole line of memory: it is read later, by somebody

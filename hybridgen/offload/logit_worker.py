@@ -170,7 +170,7 @@ class LogitWorker:
         query: [B, Hq, d] on the device; keys: [B, Hkv, N, d], channels contiguous, in host memory, or ScannedKeys:
         then a logit is that of the key that the codes and the mean stand for, and the query is rounded, too: for a
         sketch (less than 2 % of what tells logits apart; cpp_ext/kernels/scan.h), and where the CPU has VNNI to 16 bits
-        for int8 keys (cpp_ext/kernels/avx512_vnni.cpp).
+        for int8 keys (cpp_ext/kernels/int8_query512.h).
         rows: int32 [B, Hkv, n], contiguous, in host memory: only these keys are scored, each KV head its own, and
         lengths[b] counts listed rows; logit j is that of the key in row rows[b, h, j]. Each must be a row of the keys;
         it is read when the scan runs, and not checked. Sort them for a sketch: each run of rows of one block of 64

@@ -13,7 +13,7 @@ Plain float64, no code of the engine. The numeric definitions:
   good for a code in the middle (cpp_ext/kernels/scan.h).
 
 Where the CPU multiplies int8 keys in integers, their scan takes a query head for integers of 16 bits times one step
-(cpp_ext/kernels/avx512_vnni.cpp).
+(cpp_ext/kernels/int8_query512.h).
 
 A key within float32's rounding of the middle between two codes may become either. `judge` says whether another
 implementation's choice is one of the two, and it is then taken over (`StoredKeys.follow`), so that it does not spread.
@@ -43,7 +43,7 @@ SKETCH_BITS = {"int4": 4, "int2": 2}
 # A step of int8 is about 2e-2 of these models' keys.
 ROUNDING = 1e-4
 
-ROUNDS_QUERY = _C.selected_isa() == "avx512_vnni"  # of int8 keys: no other kernel does
+ROUNDS_QUERY = _C.selected_isa() in ("avx512_vnni", "amx", "amx_emulated")  # of int8 keys: no other kernel does
 MOST_QUERY = 127 * 256 + 127  # the largest of its integers
 
 QUERIES = 64
