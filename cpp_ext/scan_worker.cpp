@@ -22,6 +22,7 @@ constexpr std::int64_t kMaxChunkBytes = 128 << 10;  // 10 to 20 us of one thread
 constexpr std::int64_t kMaxAttendBytes = 256 << 10;  // keys and values
 constexpr std::int64_t kChunksPerThread = 16;
 constexpr auto kSpin = std::chrono::microseconds(5);
+constexpr auto kLockSpin = std::chrono::microseconds(20);  // fifteen threads that come at once are through in less
 constexpr auto kPatience = std::chrono::milliseconds(2);  // a watched word is looked at all the time, then now and then
 constexpr auto kNap = std::chrono::microseconds(20);
 
@@ -42,6 +43,19 @@ void spin(Ready ready) {
   while (!ready() && ScanWorker::Clock::now() < until) {
     for (int i = 0; i < 8; ++i) pause();
   }
+}
+
+// Locks the worker's mutex, which is held for nanoseconds: by threads that all begin a job, or end it, at the same
+// moment. Whoever is put to sleep for it is woken by the one before, and comes back after many microseconds, when the
+// others have done his share or wait for him.
+void lock_soon(std::unique_lock<std::mutex>& lock) {
+  if (lock.try_lock()) return;
+  const auto until = ScanWorker::Clock::now() + kLockSpin;
+  while (ScanWorker::Clock::now() < until) {
+    for (int i = 0; i < 4; ++i) pause();
+    if (lock.try_lock()) return;
+  }
+  lock.lock();
 }
 
 std::int64_t element_bytes(KeyType type) {
@@ -472,7 +486,7 @@ void ScanWorker::work_on(Job& job, Lock& lock) {
   }
 
   const auto end = Clock::now();
-  lock.lock();
+  lock_soon(lock);
   job.span.end = std::max(job.span.end, end);
   job.span.read_bytes += read_bytes;
   --active_;
@@ -634,13 +648,13 @@ void ScanWorker::thread_loop() {
       const std::uint32_t turn = watched_.front()->turn;
       lock.unlock();
       look_at(word, turn, seen);
-      lock.lock();
+      lock_soon(lock);
       start_watched();
       continue;
     }
     lock.unlock();
     spin([&] { return started_ != seen || closing_; });
-    lock.lock();
+    lock_soon(lock);
     work_cv_.wait(lock, [&] { return closing_ || first_ready() || !watched_.empty(); });
   }
 }
@@ -671,7 +685,7 @@ std::optional<ScanWorker::Span> ScanWorker::wait(JobId id, bool help, Clock::dur
   if (job.state == State::Ready && !closing_) {  // the others are in their last chunks
     lock.unlock();
     spin([&] { return job.state == State::Done || closing_; });
-    lock.lock();
+    lock_soon(lock);
   }
   wait_cv_.wait_until(lock, until, [&] { return closing_ || job.state == State::Done; });
 

@@ -281,12 +281,12 @@ class LazyTransfer(ImmediateTransfer):
 class _CudaTicket(Ticket):
     def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: RunningStream) -> None:
         self.event = event
-        self._tensors = tensors  # alive until waited for
+        self._tensors = tensors  # of the host: alive until waited for
         self._running = running
 
     def wait(self) -> None:
         self._running.stream.wait_event(self.event)
-        self._tensors.clear()  # `record_stream` keeps their memory until the copy is over
+        self._tensors.clear()
 
     def wait_host(self) -> None:
         self.event.synchronize()
@@ -466,10 +466,13 @@ class CudaTransfer(TransferEngine):
             work()
             event = torch.cuda.Event()
             event.record(stream)
+        on_host = []
         for tensor in (*targets, *sources):
             if tensor.is_cuda:
-                tensor.record_stream(stream)
-        return _CudaTicket(event, [*targets, *sources], self._running)
+                tensor.record_stream(stream)  # its memory stays until the copy is over, whoever lets go of it
+            else:
+                on_host.append(tensor)
+        return _CudaTicket(event, on_host, self._running)
 
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
         # Only copies to the host are followed by a call, and they all lie on this stream.
