@@ -46,6 +46,7 @@ DEFAULT_SEQ = 32 * 1024
 BATCHES = tuple(2**power for power in range(9))  # of `--batch auto`
 SEARCH_WINDOW = 1  # tokens beside the KV that is placed: FlexGen has none; two blocks of room there are in any case
 _SEARCHED: dict[Attention, str] = {"gpu": "aog", "cpu": "aoc"}
+_OF_A_CHOICE = ("selection", "eviction", "attention", "schedule")  # settings of strategies that leave tokens out
 _LEFT_OUT = ("--strategy", "--batch", "--device", "--weights", "--seed")
 _NO_LIMIT = 1 << 60
 _FLAGS = {
@@ -141,6 +142,12 @@ def limits_there(config: Config, hardware: Hardware) -> Limits:
 def _search(hardware: Hardware, given: Settings, any_batch: bool) -> dict[str, Any]:
     if "placement.kv_on_gpu" in given:
         raise ConfigError("placement.kv_on_gpu without --strategy: the search chooses it (allowed here: leave it out)")
+    for path, setting in given.items():
+        if path.split(".")[0] in _OF_A_CHOICE:
+            raise ConfigError(
+                f"{path} = {setting.value} (from {setting.source}) has no effect without --strategy: the search "
+                f"attends to every token (allowed there: {', '.join(strategy_names())})"
+            )
     narrow: Settings = {"cache.gpu_window": Setting(SEARCH_WINDOW, "the search's default")}
     configs: dict[Attention, Config] = {
         attention: build_config(merge_settings(load_strategy(name), narrow, given))

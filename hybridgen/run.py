@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from hybridgen.cli import Parser, add_engine_flags, given_settings, run_command
+from hybridgen.cli import SYNTHETIC_KV, Parser, add_engine_flags, given_settings, run_command
 from hybridgen.config import Config, Settings, build_config, configs_dir
 from hybridgen.engine import build
 from hybridgen.engine.admission import Admission, admit
@@ -67,6 +67,8 @@ def _run(argv: list[str]) -> int:
     settings = given_settings(arguments)
     config = _default_schedule(build_config(settings), given="schedule.mode" in settings)
     text = read_prompt(arguments.prompt, arguments.prompt_file)
+    if text is not None and config.runtime.synthetic_kv:
+        raise ConfigError(f"{SYNTHETIC_KV} with a prompt, whose K and V are computed (allowed: one of the two)")
     report_path, trace_path = arguments.report, arguments.trace
     check_output_path("--report", report_path)
     check_output_path("--trace", trace_path)

@@ -142,6 +142,7 @@ def test_more_memory_is_never_slower(tmp_path: Path) -> None:
         (("--hardware", "example", "--batch", "0"), "'0' is neither 'auto' nor a number of sequences >= 1"),
         (("--hardware", "example", "--batch", "auto", "--strategy", "aog"), "--batch auto with --strategy"),
         (("--hardware", "example", "--weights-on-gpu", "0.5"), "the search chooses it"),
+        (("--hardware", "example", "--keep", "0.1"), "0.1 (from --keep) has no effect without --strategy"),
         (("--hardware", "example", "--strategy", "flexgen"), "unknown strategy 'flexgen'"),
         (("--hardware", "example", "--out", "/nowhere/x.json"), "--out"),
         (("--hardware", "ci-2-cores"), "gpu is null"),

@@ -582,3 +582,9 @@ def test_more_threads_than_cores(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flags = ["--model", str(save_llama(tmp_path)), "--weights", "random", "--set", "runtime.worker_threads=1000"]
     assert run.main([*flags, "--seq", "64", "--gen", "2"]) == 2
     assert "runtime.worker_threads = 1000" in capsys.readouterr().err
+
+
+def test_synthetic_kv_of_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(save_llama(tmp_path)), "--weights", "random", "--synthetic-kv", "--prompt", "Once"]
+    assert run.main([*flags, "--gen", "2"]) == 2
+    assert "--synthetic-kv with a prompt" in capsys.readouterr().err
