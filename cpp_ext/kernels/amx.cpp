@@ -1,6 +1,6 @@
-// AMX: a product of 16 rows of keys with all query heads of a group is one instruction, so that grouped queries cost no
-// more arithmetic than one head, and scans and sums of values are bound by memory alone. One query head gains nothing,
-// sketches neither (their cost is unpacking): those are avx512_vnni.cpp's, as are shapes that do not fill tiles.
+// AMX: a product of 16 rows of keys with all query heads of a group is one instruction, so that grouped queries cost
+// little more arithmetic than one head. One query head gains nothing: it is avx512_vnni.cpp's, as are shapes that do not
+// fill tiles.
 //
 // Scans: keys are the rows of tile A as they lie in memory; tile B has a query head's number in a column, in parts that
 // add up to it, so that nothing is rounded: three bf16 are an fp32; int8 keys meet the two bytes of int8_query512.h.
@@ -10,6 +10,8 @@
 //   Exponents of fp16 stand in bf16 as they are, so that numbers are 2^112 too small, for which the query makes up.
 //   A key below 2^-14, which is subnormal in fp16, counts as zero: a logit is off by less than scale * 2^-14 * the sum
 //   of the query's sizes in those channels. Rows with keys that are not finite are left to avx512.cpp.
+// Sketches: codes are unpacked once, to bytes that lie as tile B wants them already, and the weights of a head are a row of
+// tile A: the sums are those of avx512_vnni.cpp.
 // Sums of bf16 values: weights are the rows of tile A, in three parts; values of two tokens are interleaved for tile B.
 #if defined(__x86_64__)
 
@@ -35,6 +37,7 @@ namespace {
 
 #include "int8_query512.h"
 #include "stores512.h"
+#include "sketch512.h"
 #include "transpose512.h"
 
 constexpr int kUnit = 2 * kTileRows;  // rows at a time: two chains of sums, as each waits for its last product
@@ -353,6 +356,79 @@ void scan(const ScanBlock& block) {
   block.list ? scan_rows<Tiles, Key, true>(block, other) : scan_rows<Tiles, Key, false>(block, other);
 }
 
+// For scan_blocks(). Codes stay where they are in their bytes, so that the sums of place p are 2^(Bits * p) too large.
+template <class Tiles>
+struct TileDots {
+  template <int Bits, int G>
+  static void logits(const ScanBlock& block, std::int64_t head, const unsigned char* codes, Ahead ahead, float* out,
+                     std::int64_t out_stride) {
+    constexpr int kPlaces = 8 / Bits;
+    const std::int64_t d = block.head_dim, steps = (d + kTileBytes - 1) / kTileBytes;
+    alignas(64) std::int8_t weights[kSketchHeads][kMaxSketchDim];
+    Folded folded[G];
+    fold<G>(block.query + head * d, codes + sketch_code_bytes(Bits, d), d, 0.5f * ((1 << Bits) - 1), ahead, weights,
+            folded);
+
+    // Row `quad` % 16 of a step has four channels of 16 tokens.
+    alignas(64) std::uint8_t bytes[4][kMaxDim / kTileBytes][kTileRows][kTileBytes];
+    for (std::int64_t quad = 0; quad < kTileRows * steps; ++quad) {
+      const bool is_there = 4 * quad < d;
+#pragma GCC unroll 2
+      for (int vector = 0; vector < Bits / 2; ++vector) {
+        const unsigned char* from = codes + 64 * (Bits / 2 * quad + vector);
+        if (is_there) prefetch(from, ahead);
+        const __m512i packed = is_there ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int place = 0; place < kPlaces; ++place) {
+          const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << Bits) - 1) << (Bits * place)));
+          _mm512_store_si512(bytes[kPlaces * vector + place][quad / kTileRows][quad % kTileRows],
+                             _mm512_and_si512(packed, mask));
+        }
+      }
+    }
+
+    Tiles::template zero<0>();
+    Tiles::template zero<1>();
+    Tiles::template zero<2>();
+    Tiles::template zero<3>();
+    for (std::int64_t s = 0; s < steps; ++s) {
+      Tiles::template load<4>(weights[0] + kTileBytes * s, kMaxSketchDim);
+      Tiles::template load<5>(bytes[0][s], kTileBytes);
+      Tiles::template add_codes<0, 4, 5>();
+      Tiles::template load<6>(bytes[1][s], kTileBytes);
+      Tiles::template add_codes<1, 4, 6>();
+      Tiles::template load<5>(bytes[2][s], kTileBytes);
+      Tiles::template add_codes<2, 4, 5>();
+      Tiles::template load<6>(bytes[3][s], kTileBytes);
+      Tiles::template add_codes<3, 4, 6>();
+    }
+    alignas(64) std::int32_t sums[4][kSketchHeads][16];
+    Tiles::template store<0>(sums[0], kTileBytes);
+    Tiles::template store<1>(sums[1], kTileBytes);
+    Tiles::template store<2>(sums[2], kTileBytes);
+    Tiles::template store<3>(sums[3], kTileBytes);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t) {
+        write_tokens<Bits, G>(_mm512_load_si512(sums[t][g]), Bits * (t % kPlaces), folded[g], block.shifts[head + g],
+                              block.scale, out + g * out_stride + 16 * t, out_stride);
+      }
+    }
+  }
+};
+
+template <class Tiles, int Bits>
+void scan_sketch(const ScanBlock& block) {
+  if (block.group == 1 || block.head_dim > kMaxDim) {
+    return kAvx512Vnni.scan[static_cast<int>(Bits == 4 ? KeyType::Int4 : KeyType::Int2)](block);
+  }
+  const std::int64_t passes = (block.group + kSketchHeads - 1) / kSketchHeads;
+  Tiles::configure(static_cast<int>((block.group + passes - 1) / passes));  // rows of the largest pass
+  scan_blocks<Bits, TileDots<Tiles>>(block);
+  Tiles::release();
+}
+
 constexpr std::int64_t kStrip = 128;  // tokens whose values lie interleaved in L1
 constexpr std::int64_t kBand = 32;    // of them that one product takes
 constexpr int kColumns = 4;           // tiles of 16 channels at a time, of sums
@@ -480,11 +556,12 @@ void weigh(const WeighBlock& block) {
 }
 
 struct Kernels {
-  ScanFn float16, bfloat16, int8;
+  ScanFn float16, bfloat16, int8, int4, int2;
   WeighFn weigh_bfloat16;
 };
 template <class Tiles>
-constexpr Kernels kKernels = {scan<Tiles, Float16>, scan<Tiles, BFloat16>, scan<Tiles, Int8>, weigh<Tiles>};
+constexpr Kernels kKernels = {scan<Tiles, Float16>,  scan<Tiles, BFloat16>, scan<Tiles, Int8>,
+                              scan_sketch<Tiles, 4>, scan_sketch<Tiles, 2>, weigh<Tiles>};
 constexpr Kernels kOnCpu = kKernels<CpuTiles>, kEmulated = kKernels<EmulatedTiles>;
 
 }  // namespace
@@ -514,6 +591,8 @@ IsaKernels with_tiles(const char* name, bool (*is_usable)(), const Kernels& own)
   kernels.scan[static_cast<int>(KeyType::Float16)] = own.float16;
   kernels.scan[static_cast<int>(KeyType::BFloat16)] = own.bfloat16;
   kernels.scan[static_cast<int>(KeyType::Int8)] = own.int8;
+  kernels.scan[static_cast<int>(KeyType::Int4)] = own.int4;
+  kernels.scan[static_cast<int>(KeyType::Int2)] = own.int2;
   kernels.weigh[static_cast<int>(KeyType::BFloat16)] = own.weigh_bfloat16;
   return kernels;
 }

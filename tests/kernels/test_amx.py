@@ -1,10 +1,10 @@
-"""What tiles do otherwise than other kernels: int8 keys exactly as VNNI, fp16 keys in three parts."""
+"""What tiles do otherwise than other kernels: quantised keys exactly as VNNI, fp16 keys in three parts."""
 
 import numpy as np
 import pytest
 
 from hybridgen import _C
-from tests.kernels.scan_case import ISAS, QuantizedCase, ScanCase
+from tests.kernels.scan_case import ISAS, QUANTIZED, QuantizedCase, ScanCase
 
 TILES = [isa for isa in ISAS if isa.startswith("amx")]
 pytestmark = pytest.mark.skipif(not TILES, reason="this CPU has no AVX-512 VNNI, on which emulated tiles build")
@@ -21,11 +21,12 @@ def scanned(case: ScanCase | QuantizedCase, isa: str) -> np.ndarray:
 
 @pytest.mark.parametrize("tier", [0, 900])
 @pytest.mark.parametrize("group", [2, 3, 4, 5, 7, 8, 13, 16])
+@pytest.mark.parametrize("key_type", QUANTIZED)
 @pytest.mark.parametrize("isa", TILES)
-def test_int8_logits_are_those_of_vnni(isa: str, group: int, tier: int) -> None:
+def test_logits_are_those_of_vnni(isa: str, key_type: str, group: int, tier: int) -> None:
     """To the last bit: both round the query alike, and then count in integers."""
-    for head_dim in (64, 128, 256):
-        case = QuantizedCase("int8", [500, 1, 33], 2, group, head_dim, tier=tier)
+    for head_dim in (64, 72, 128, 256):
+        case = QuantizedCase(key_type, [500, 1, 33], 2, group, head_dim, tier=tier)
         np.testing.assert_array_equal(scanned(case, isa), scanned(case, "avx512_vnni"))
 
 
