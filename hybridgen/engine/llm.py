@@ -132,9 +132,12 @@ class LLM:
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
         fitted = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
-        self._prefill = Prefill(self.model, self._machine.weights, chunk)
-        if config.runtime.synthetic_kv:
-            self._prefill = SyntheticPrefill(self.model, self._machine.weights, chunk, config.run.seed)
+        store = self._machine.weights
+        self._prefill = (
+            SyntheticPrefill(self.model, store, chunk, config.run.seed)
+            if config.runtime.synthetic_kv
+            else Prefill(self.model, store, chunk)
+        )
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)

@@ -1,7 +1,7 @@
 """The one seam for asynchrony: `issue -> Ticket`, `ticket.wait()`.
 
 Everybody else computes on "the device" and moves bytes through a TransferEngine. Three engines:
-  * `CudaTransfer` copies on side streams and reads rows of registered host memory by a kernel;
+  * `CudaTransfer` (cuda_transfer.py) copies on side streams and reads rows of registered host memory by a kernel;
   * `ImmediateTransfer` copies at once, on a machine whose CPU plays the GPU's part;
   * `LazyTransfer` (tests) fills the target with NaN at issue and copies at `wait`, so that a forgotten
     wait shows up in the result instead of hiding.
@@ -10,31 +10,25 @@ Everybody else computes on "the device" and moves bytes through a TransferEngine
 from __future__ import annotations
 
 import ctypes
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridgen.errors import ConfigError
-from hybridgen.offload.dma import copy_pieces, is_for_dma
 from hybridgen.offload.groupwise import GroupCodec
 from hybridgen.offload.host_memory import HostBuffer
 from hybridgen.offload.pieces import (
-    CudaRecorder,
     GraphPieces,
     Pieces,
     Recorder,
     RepeatRecorder,
-    RunningStream,
     call_by_call,
 )
 from hybridgen.telemetry import Clock, Direction, HostClock, Telemetry
-
-STREAMS = ("h2d", "d2h", "choice", "beside", "weights", "assembly")  # of a GPU, beside the one that computes
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -113,7 +107,7 @@ class TransferEngine(ABC):
         sources: K and V, or one of them, each [B, Hkv, N, d]; rows: int64 [B, Hkv, K] on the device, in
         [0, N); counts: int64 [B, Hkv], how many of them are wanted; targets: contiguous [B, Hkv, K, d].
         """
-        self.telemetry.count_on_device("h2d", counts, _row_bytes(sources))
+        self.telemetry.count_on_device("h2d", counts, row_bytes(sources))
         return FetchTicket(self._fetch(sources, rows, counts, targets), targets)
 
     def fetch_decoded(
@@ -130,6 +124,7 @@ class TransferEngine(ABC):
         not decode, fetch the parts and do it yourself.
         """
         return None
+
     def stream_rows(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
         """Copy the first lengths[b] rows of each head to the device, by DMA, in the stream of whoever calls.
 
@@ -278,224 +273,19 @@ class LazyTransfer(ImmediateTransfer):
         return _LazyTicket(work)
 
 
-class _CudaTicket(Ticket):
-    def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: RunningStream) -> None:
-        self.event = event
-        self._tensors = tensors  # of the host: alive until waited for
-        self._running = running
-
-    def wait(self) -> None:
-        self._running.stream.wait_event(self.event)
-        self._tensors.clear()
-
-    def wait_host(self) -> None:
-        self.event.synchronize()
-        self._tensors.clear()
-
-
-class CudaClock:
-    """Marks are events on the running stream; those of a step are used again in the next: making one takes time."""
-
-    is_costly = True
-
-    def __init__(self, running: RunningStream) -> None:
-        self._running = running
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
-
-    def mark(self) -> torch.cuda.Event:
-        if self._used == len(self._events):
-            # external: in a graph, too, it is there to be read.
-            self._events.append(torch.cuda.Event(enable_timing=True, external=True))
-        event = self._events[self._used]
-        self._used += 1
-        event.record(self._running.stream)
-        return event
-
-    def restart(self) -> None:
-        self._used = 0
-
-    @property
-    def marks(self) -> int:
-        return self._used
-
-    def repeat(self, marks: int) -> None:
-        self._used += marks
-
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    def origin(self) -> tuple[torch.cuda.Event, float]:
-        """The host's reading lies in the middle of the few microseconds that the event takes in an idle stream.
-
-        Only the running stream is waited for: weights may be on their way in another.
-        """
-        event = self.mark()  # an event is made when it is first recorded: not in the time that counts
-        event.synchronize()
-        before = time.perf_counter()
-        event.record(self._running.stream)
-        event.synchronize()
-        return event, (before + time.perf_counter()) / 2
-
-
-class CudaTransfer(TransferEngine):
-    """A side stream a direction; each transfer starts after what the running stream was given before it."""
-
-    signals = True
-
-    def __init__(self, telemetry: Telemetry, device: torch.device, graphs: bool = True) -> None:
-        """graphs: whether pieces become CUDA graphs."""
-        self._running = RunningStream(torch.cuda.current_stream(device))
-        self.clock = CudaClock(self._running)
-        super().__init__(telemetry)
-        self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in STREAMS}
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self.recorder = CudaRecorder(device, self._running, list(self._streams.values())) if graphs else None
-
-    def finish(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def follow(self) -> None:
-        self._running.stream = torch.cuda.current_stream(self._device)
-
-    def mark(self, before: Ticket | None = None) -> Ticket:
-        if isinstance(before, _CudaTicket):
-            before.event.record(self._running.stream)
-            return before
-        event = torch.cuda.Event()
-        event.record(self._running.stream)
-        return _CudaTicket(event, [], self._running)
-
-    @contextmanager
-    def beside(self, after: Ticket, stream: str = "beside") -> Iterator[None]:
-        before = self._running.stream
-        self._switch_to(self._streams[stream])
-        try:
-            after.wait()
-            yield
-        finally:
-            self._switch_to(before)
-
-    def _switch_to(self, stream: torch.cuda.Stream) -> None:
-        torch.cuda.set_stream(stream)
-        self._running.stream = stream
-
-    def hand_over(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            tensor.record_stream(self._running.stream)
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        if is_for_dma(target, source):
-            copy_pieces(self._driver, target, source, self._running.stream.cuda_stream)
-        else:
-            target.copy_(source, non_blocking=True)
-
-    def _bring(self, target: Tensor, source: Tensor) -> Ticket:
-        target.copy_(source, non_blocking=True)
-        return self.mark()
-
-    def _bring_packed(self, target: Tensor, source: Tensor, codec: GroupCodec, arrival: Tensor | None) -> Ticket:
-        codec.decode(source if arrival is None else arrival.copy_(source, non_blocking=True), target)
-        return self.mark()
-
-    def _fetch(self, sources: list[HostBuffer], rows: Tensor, counts: Tensor, targets: list[Tensor]) -> Ticket:
-        from hybridgen.offload.fetch_kernel import fetch_rows  # Triton: only where there is a GPU
-
-        fetch_rows([source.device_view for source in sources], rows.contiguous(), counts.contiguous(), targets)
-        return self.mark()
-
-    def fetch_decoded(
-        self,
-        sources: list[HostBuffer],
-        coding: tuple[HostBuffer, Tensor],
-        rows: Tensor,
-        counts: Tensor,
-        targets: list[Tensor],
-    ) -> FetchTicket | None:
-        from hybridgen.offload.fetch_kernel import fetch_rows
-
-        scales, mean = coding
-        self.telemetry.count_on_device("h2d", counts, _row_bytes([*sources, scales]))
-        tables = [source.device_view for source in sources]
-        fetch_rows(tables, rows.contiguous(), counts.contiguous(), targets, (scales.device_view, mean))
-        return FetchTicket(self.mark(), targets)
-
-    def _stream(self, sources: list[HostBuffer], lengths: list[int], targets: list[Tensor]) -> Ticket:
-        stream = self._running.stream.cuda_stream
-        for target, source in zip(targets, sources, strict=True):
-            for to, rows, length in zip(target, source.device_view, lengths, strict=True):
-                if length:
-                    copy_pieces(self._driver, to[:, :length], rows[:, :length], stream)
-        self.hand_over(*targets)
-        return self.mark()
-
-    def copy_and_signal(self, target: Tensor, source: Tensor, after: Ticket, word: HostBuffer, value: int) -> None:
-        self.telemetry.count_bytes("d2h", target.numel() * target.element_size())
-        stream = self._streams["d2h"]
-        with self.beside(self.mark(), "d2h"):
-            after.wait()
-            self._copy(target, source)
-            self._on_word(self._driver.cuStreamWriteValue32_v2, stream, word, value)
-        source.record_stream(stream)
-
-    def write_and_signal(self, target: Tensor, source: Tensor, word: HostBuffer, value: int) -> None:
-        self.telemetry.count_bytes("d2h", target.numel() * target.element_size())
-        target.copy_(source)  # a kernel: the device sees the host's memory
-        self._on_word(self._driver.cuStreamWriteValue32_v2, self._running.stream, word, value)
-
-    def await_signal(self, word: HostBuffer, value: int) -> None:
-        self._on_word(self._driver.cuStreamWaitValue32_v2, self._running.stream, word, value)
-
-    def _on_word(self, call: Any, stream: torch.cuda.Stream, word: HostBuffer, value: int) -> None:
-        """flags 0: a wait is for >= in a number that wraps around; a write comes after what the stream wrote before."""
-        address = ctypes.c_uint64(word.device_view.data_ptr())
-        status = call(ctypes.c_void_p(stream.cuda_stream), address, ctypes.c_uint32(value), ctypes.c_uint(0))
-        self._check(call.__name__, status)
-
-    def _check(self, call: str, status: int) -> None:
-        if status != 0:
-            raise RuntimeError(f"{call} failed with CUDA error {status}")
-
-    def _issue(
-        self, targets: list[Tensor], work: Callable[[], Any], direction: Direction, sources: list[Tensor]
-    ) -> Ticket:
-        stream = self._streams[direction]
-        with self.beside(self.mark(), direction):
-            work()
-            event = torch.cuda.Event()
-            event.record(stream)
-        on_host = []
-        for tensor in (*targets, *sources):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)  # its memory stays until the copy is over, whoever lets go of it
-            else:
-                on_host.append(tensor)
-        return _CudaTicket(event, on_host, self._running)
-
-    def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
-        # Only copies to the host are followed by a call, and they all lie on this stream.
-        status = self._driver.cuLaunchHostFunc(
-            ctypes.c_void_p(self._streams["d2h"].cuda_stream),
-            ctypes.c_void_p(function_address),
-            ctypes.c_void_p(data_address),
-        )
-        self._check("cuLaunchHostFunc", status)
-
-
-def _row_bytes(sources: list[HostBuffer]) -> int:
+def row_bytes(sources: list[HostBuffer]) -> int:
+    """What a row of each of these takes together."""
     return sum(source.tensor.shape[3] * source.tensor.element_size() for source in sources)
 
 
-def make_transfer(
-    kind: str, device: torch.device, telemetry: Telemetry, cuda_graphs: bool = True
-) -> TransferEngine:
+def make_transfer(kind: str, device: torch.device, telemetry: Telemetry, cuda_graphs: bool = True) -> TransferEngine:
     """kind: `auto`, `immediate`, `lazy` or `cuda` (RuntimeConfig.transfer, as cuda_graphs)."""
     if kind == "auto":
         kind = "cuda" if device.type == "cuda" else "immediate"
     if (kind == "cuda") != (device.type == "cuda"):
         raise ConfigError(f"runtime.transfer = {kind!r} does not go with device {device} (allowed: 'auto')")
     if kind == "cuda":
+        from hybridgen.offload.cuda_transfer import CudaTransfer  # only where there is a GPU
+
         return CudaTransfer(telemetry, device, cuda_graphs)
     return LazyTransfer(telemetry) if kind == "lazy" else ImmediateTransfer(telemetry)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridgen.offload.cuda_transfer import CudaTransfer
 from hybridgen.offload.dma import is_for_dma
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
-from hybridgen.offload.transfer import CudaTransfer
 from hybridgen.telemetry import Telemetry
 
 DEVICE = torch.device("cuda", 0)

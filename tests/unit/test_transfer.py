@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridgen.offload.cuda_transfer import CudaTransfer
 from hybridgen.offload.host_memory import ALIGNMENT_BYTES, HostBuffer, HostSlab, padded_bytes
 from hybridgen.offload.transfer import (
-    CudaTransfer,
     ImmediateTransfer,
     LazyTransfer,
     Ticket,
