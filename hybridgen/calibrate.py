@@ -83,12 +83,14 @@ def _run(argv: list[str]) -> int:
     assert weights.directory is not None
     about = {"model": choice.spec.name, "hybridgen": __version__, "text": " ".join(map(str, arguments.text))}
     about["query_cosine"] = json.dumps([round(fit.after.cosine, 4) for fit in fits])
-    write_query_maps(out, {fit.layer: fit.map for fit in fits}, exact, checkpoint_key(weights.directory), about)
+    maps, ahead = {fit.layer: fit.map for fit in fits}, config.attention.lookahead_layers
+    write_query_maps(out, maps, exact, checkpoint_key(weights.directory), about, ahead)
     print(format_fits(fits, exact))
     means = report["query_cosine"]
     print(f"mean query cosine {means['before']:.4f} before, {means['after']:.4f} after, in {seconds / 60:.1f} minutes")
     print(f"exact layers: {exact} (layer 0, and those with a cosine below {arguments.threshold:g})")
-    print(f'written: {out}; use it with --set "attention.predictor={out}"')
+    also = "" if ahead == 1 else f" --set attention.lookahead_layers={ahead}"
+    print(f'written: {out}; use it with --set "attention.predictor={out}"{also}')
     if arguments.report is not None:
         write_report(report, arguments.report)
         print(f"report: {arguments.report}")
@@ -154,7 +156,7 @@ def _check(choice: ModelChoice, config: Config, arguments: argparse.Namespace) -
 
 def _admit(choice: ModelChoice, config: Config, tokens: int, context: int) -> MemoryPlan:
     """The memory plan, if it fits."""
-    spec, element = choice.spec, choice.dtype.itemsize
+    spec, element, ahead = choice.spec, choice.dtype.itemsize, config.attention.lookahead_layers
     hidden, width = spec.hidden_size, max(layer.num_heads * layer.head_dim for layer in spec.layers)
     groups = max(layer.group_size for layer in spec.layers)
     maps = sum(query_map_elements(layer, hidden) for layer in spec.layers[1:]) * element
@@ -164,7 +166,7 @@ def _admit(choice: ModelChoice, config: Config, tokens: int, context: int) -> Me
         device={
             "weights": 0,
             "slots for streamed weights": 0,
-            "inputs of two layers": 2 * tokens * hidden * element,
+            "inputs of two layers or three": (1 + ahead) * tokens * hidden * element,
             "one sequence in one layer": one * max(element, 4),
             "normal equations": 8 * (4 * hidden * hidden + 3 * hidden * width),
             "maps of one layer": len(STRENGTHS) * hidden * width * element,

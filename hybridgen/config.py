@@ -59,8 +59,11 @@ class AttentionConfig:
     executor: Literal["hybrid", "full", "streamed", "on_cpu", "evicting"] = "hybrid"  # evicting: `eviction`
     stream_ahead: bool = True  # streamed: a layer's rows come while the layer before computes; no: when it begins
     lookahead: Literal["select", "logits", "off"] = "select"
-    # How the next layer's query is predicted. x: its norm and Wq on this layer's input (the paper); delta: the same on
-    # x plus what the last token's residual gained in this layer; FILE.safetensors: on x, by maps of `calibrate`.
+    # How many layers before its own a layer's query is predicted. 1: the paper. 2: scan, choice and fetch have a layer
+    # more to hide behind, and the query is predicted worse.
+    lookahead_layers: int = 1
+    # How a later layer's query is predicted. x: its norm and Wq on this layer's input (the paper); delta: the same on x
+    # plus what the last token's residual gained in between; FILE.safetensors: on x, by maps of `calibrate`.
     predictor: str = "x"
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
 

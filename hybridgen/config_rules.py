@@ -34,6 +34,7 @@ RANGES: dict[str, tuple[str, Any]] = {
     "eviction.tau_init": ("a temperature > 0", lambda v: v > 0),
     "eviction.tau_end": ("a temperature > 0", lambda v: v > 0),
     "eviction.pool": ("an odd number of keys >= 1", lambda v: v >= 1 and v % 2 == 1),
+    "attention.lookahead_layers": ("1 or 2", lambda v: v in (1, 2)),
     "attention.predictor": (
         "'x', 'delta' or a file FILE.safetensors that hybridgen.calibrate wrote",
         lambda v: v in ("x", "delta") or v.endswith(".safetensors"),
@@ -93,6 +94,12 @@ def check_values(config: Config, settings: Mapping[str, Setting]) -> None:
         if value is not None and not holds(value):
             source = settings[path].source if path in settings else "the default"
             raise ConfigError(f"{path} = {value!r} (from {source}): allowed is {allowed}")
+    ahead, depth = config.attention.lookahead_layers, config.placement.prefetch_depth
+    if ahead > depth:
+        raise ConfigError(
+            f"attention.lookahead_layers = {ahead} with placement.prefetch_depth = {depth}: weights that are streamed "
+            f"have to come as early as a query is predicted by them (allowed: a depth of {ahead} or more)"
+        )
     if config.runtime.synthetic_kv and config.model.weights != "random":
         raise ConfigError(
             f"--synthetic-kv with model.weights = {config.model.weights!r}: over keys and values that are no prompt's "

@@ -312,6 +312,13 @@ def fitted_queries(
             f"attention.predictor = {file}: made for checkpoint {made_for}, but this is {key}: python -m "
             "hybridgen.calibrate makes one for this model (allowed without: 'x', 'delta')"
         )
+    ahead, asked = query_maps.read_lookahead_layers(file), config.attention.lookahead_layers
+    if ahead != asked:
+        raise ConfigError(
+            f"attention.predictor = {file}: its maps predict a query {ahead} layer(s) before its own, and "
+            f"attention.lookahead_layers = {asked} (allowed with this file: {ahead}; hybridgen.calibrate --set "
+            f"attention.lookahead_layers={asked} makes another one)"
+        )
     layers = {layer: weights.spec.layers[layer] for layer, mode in enumerate(modes) if mode == "lookahead"}
     return query_maps.read_query_maps(file, layers, weights.spec.hidden_size, device, dtype)
 

@@ -217,7 +217,14 @@ class LayerFactory:
             if spec not in stagings:
                 kept = most_fetched(self._config, self._layout.host_rows(capacity))
                 stagings[spec] = Staging(
-                    sequences, spec.num_kv_heads, kept, spec.head_dim, self._device, self._dtype, self._keys_as.stored
+                    sequences,
+                    spec.num_kv_heads,
+                    kept,
+                    spec.head_dim,
+                    self._device,
+                    self._dtype,
+                    self._keys_as.stored,
+                    turns=self._config.attention.lookahead_layers + 1,
                 )
             staging = stagings[spec]
         attention = executor(layer, spec, kv, worker, transfer, predicts, staging, candidates, listed_rows)

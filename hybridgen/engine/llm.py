@@ -138,7 +138,8 @@ class LLM:
             if config.runtime.synthetic_kv
             else Prefill(self.model, store, chunk)
         )
-        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted)
+        ahead = config.attention.lookahead_layers
+        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted, ahead)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)
         self._tokenizer: Tokenizer | None = None

@@ -104,12 +104,13 @@ def plan_memory(
             continue
         fetched = most_fetched(config, layout.host_rows(capacity))
         rows = batch * layer.num_kv_heads * (fetched + layout.rows)
-        # Fetched K and V of two layers, and the float32 copy that attention makes of one of them.
+        # Fetched K and V of two layers or three, and the float32 copy that attention makes of one of them.
+        turns = config.attention.lookahead_layers + 1
         encoded = 0 if keys_as.stored is dtype else fetched * (layer.head_dim * keys_as.stored.itemsize + 4)
         staging = max(
             staging,
-            batch * layer.kv_bytes_per_token(element) * fetched * 2
-            + 2 * batch * layer.num_kv_heads * encoded
+            batch * layer.kv_bytes_per_token(element) * fetched * turns
+            + turns * batch * layer.num_kv_heads * encoded
             + rows * layer.head_dim * 8,
         )
         # Two scans in flight; then probabilities, 8-byte sort keys and their order for one of them.

@@ -2,6 +2,8 @@
 
 While layer i runs, the CPU scores the host's keys for layer i + 1 by the query predicted from layer
 i's input; the rows it finds are fetched beside the scan for layer i + 2 (HybridGen, arXiv 2604.18529, section 4).
+With `attention.lookahead_layers` = 2 all of this begins a layer earlier: a layer's rows arrive while the layer before
+it computes.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ class Runner:
         telemetry: Telemetry,
         prefill_chunk: int,
         fitted: Mapping[int, QueryMap],
+        layers_ahead: int = 1,
     ) -> None:
-        """fitted: of layers whose query is predicted by these maps, which lie where they are for good."""
+        """fitted: of layers whose query is predicted by these maps, which lie where they are for good.
+
+        layers_ahead: how many layers before its own a layer's query is predicted, or as many as there are.
+        """
         self.model = model
         self._weights = weights
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
         self._fitted = fitted
+        self._layers_ahead = layers_ahead
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> float:
@@ -104,15 +111,17 @@ class Runner:
     def _begin_layer(self, layer: int, state: _DecodeState, plan: StepPlan) -> None:
         """Up to where attention needs what the host and the link bring."""
         model, span, weights = self.model, self._telemetry.span, self._weights.wait(layer)
-        attention, following = state.layers[layer], layer + 1
-        looks_ahead = following < len(state.layers) and state.layers[following].predicts
+        attention, last = state.layers[layer], layer + self._layers_ahead
+        following = range(layer + 1 if layer == 0 else last, min(last + 1, len(state.layers)))
 
         # The CPU first, then the link, then the device, which would else keep the other two waiting.
-        if looks_ahead:
-            with span("predict", following):
-                predicted = self._predict(following, state)
-            state.layers[following].submit(predicted, plan.layers[following])
-        attention.choose()  # from the scores of the scan that began a layer ago; the next one runs beside this
+        for later in following:
+            if state.layers[later].predicts:
+                with span("predict", later):
+                    predicted = self._predict(later, layer, state)
+                state.layers[later].submit(predicted, plan.layers[later])
+        if last - 1 < len(state.layers):
+            state.layers[last - 1].choose()  # by the scan that began a layer ago; the next one runs beside this
         with span("qkv", layer):
             inputs = (state.x, *state.positions.tensors())
             project = partial(model.qkv, layer, weights, state.x, state.positions)
@@ -133,12 +142,12 @@ class Runner:
                 torch.sub(state.x, before, out=state.changes[layer])
         attention.age()
 
-    def _predict(self, layer: int, state: _DecodeState) -> Tensor:
-        """The layer's query by what the layer before it is given."""
+    def _predict(self, layer: int, running: int, state: _DecodeState) -> Tensor:
+        """The layer's query by what an earlier one, the running layer, is given."""
         x, changes, weights = state.x, state.changes, self._weights.wait(layer)
 
         def predict() -> Tensor:
-            guess = x if changes is None else x + changes[layer - 1]
+            guess = x if changes is None else x + changes[running:layer].sum(0)
             return self.model.query(layer, weights, guess, state.positions, self._fitted.get(layer))
 
         return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict, lasts=False)

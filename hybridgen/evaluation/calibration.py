@@ -1,11 +1,13 @@
-"""Fits the maps that predict each layer's query from the input of the layer before: calibrated lookahead.
+"""Fits the maps that predict each layer's query from the input of an earlier layer: calibrated lookahead.
 
-The engine predicts q' = Wq n(x), x the input of the layer before and n the layer's own norm (HybridGen, arXiv
-2604.18529). Here Wq is replaced by the map W that brings q' nearest to the true query q before rotary positions, over
-the tokens of a text: ridge regression of q - Wq n(x) on n(x), so that a strong ridge leaves Wq as it is, not nothing. A
-constant term, which is not held small, takes the place of the bias. It costs what Wq costs.
+The engine predicts q' = Wq n(x), x the input of the layer before (`attention.lookahead_layers` before) and n the
+layer's own norm (HybridGen, arXiv 2604.18529). Here Wq is replaced by the map W that brings q' nearest to the true
+query q before rotary positions, over the tokens of a text: ridge regression of q - Wq n(x) on n(x), so that a strong
+ridge leaves Wq as it is, not nothing. A constant term, which is not held small, takes the place of the bias. It costs
+what Wq costs.
 
-All sequences go through the model together, layer by layer: no more is in memory than the inputs of two layers.
+All sequences go through the model together, layer by layer: no more is in memory than the inputs of two layers, or of
+three.
 """
 
 from __future__ import annotations
@@ -112,33 +114,34 @@ class Texts:
 @torch.inference_mode()
 def fit_query_maps(llm: LLM, texts: Texts, on_sequence: Callable[[], None] = lambda: None) -> list[LayerFit]:
     """A map for each layer but the first. on_sequence: called after each sequence of each layer."""
+    ahead = llm.config.attention.lookahead_layers
     return [
         _fit(layer, earlier, inputs, texts)
-        for layer, earlier, inputs in through_layers(llm, texts.all, on_sequence)
+        for layer, earlier, inputs in through_layers(llm, texts.all, on_sequence, ahead)
         if layer.number > 0
     ]
 
 
 def through_layers(
-    llm: LLM, sequences: Sequence[Sequence[int]], on_sequence: Callable[[], None] = lambda: None
+    llm: LLM, sequences: Sequence[Sequence[int]], on_sequence: Callable[[], None] = lambda: None, ahead: int = 1
 ) -> Iterator[tuple[Layer, Tensor, Tensor]]:
-    """Each layer, what the layer before it was given, and what it is given: [sequences, T, hidden].
+    """Each layer, what the layer `ahead` before it was given, and what it is given: [sequences, T, hidden].
 
-    Both are written over when the next layer is asked for; for layer 0 the first holds nothing. sequences: all of one
-    length. on_sequence: called after each sequence of each layer.
+    The first ones have layer 0 before them, and layer 0 nothing. Both are written over when a later layer is asked for.
+    sequences: all of one length. on_sequence: called after each sequence of each layer.
     """
     model, store = llm.model, llm.layer_weights
     length = len(sequences[0])
     model.extend_positions(length)
     positions = model.positions(torch.arange(length, device=llm.device))
     inputs = torch.stack([model.embed(torch.tensor(ids, device=llm.device), positions) for ids in sequences])
-    earlier = torch.empty_like(inputs)
+    before = [torch.empty_like(inputs) for _ in range(ahead)]  # what a layer was given: its number modulo `ahead`
     for number in range(llm.spec.num_layers):
         store.issue(number)
         layer = Layer(model, number, store.wait(number), positions)
-        yield layer, earlier, inputs
-        for x, before in zip(inputs, earlier, strict=True):
-            before.copy_(x)
+        yield layer, before[max(0, number - ahead) % ahead], inputs
+        for x, given in zip(inputs, before[number % ahead], strict=True):
+            given.copy_(x)
             if number + 1 < llm.spec.num_layers:
                 x.copy_(layer.output(x))
             on_sequence()

@@ -168,6 +168,8 @@ def _name(config: Config, all_configs: Sequence[Config]) -> str:
         if value is not None
     ]
     words.append(f"lookahead {config.attention.lookahead}")
+    if len({other.attention.lookahead_layers for other in all_configs}) > 1:
+        words.append(f"{config.attention.lookahead_layers} ahead")
     if len({other.attention.predictor for other in all_configs}) > 1:
         words.append(f"predictor {Path(config.attention.predictor).name}")
     if len({other.selection.min_keep for other in all_configs}) > 1:

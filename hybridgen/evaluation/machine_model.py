@@ -9,7 +9,8 @@ the largest of compute and transfers, too. Where a layer waits for its own trans
   streamed not ahead, select (true query):         GPU + link + CPU, one after another
   on_cpu, n micro-batches staggered:               the largest of GPU, link and CPU, or all of them / n
   lookahead, where the CPU scores:                 no less than (scan + link + GPU + what handing over takes) / 2:
-                                                   two layers are under way, and each waits for its own
+                                                   two layers are under way, and each waits for its own; three
+                                                   with lookahead_layers 2 (not measured yet)
 
 FlexGen's T = L * Tpre + L * (n - 1) * Tgen is `Prediction.total_s`; layers need not be alike, so Tpre and Tgen are
 already summed up. Weights that are streamed come once a step for all micro-batches; the GPU reads all of them from its
@@ -184,7 +185,8 @@ def predict(
             in_turn, waiting = in_turn + load * times, waiting + own * times
         else:
             beside, waiting = beside + load * times, waiting + own * times
-            chain += times * ((load.gpu + load.h2d + load.cpu + own + CHAIN_S) / 2 if load.cpu else load.gpu)
+            under_way = 1 + config.attention.lookahead_layers
+            chain += times * ((load.gpu + load.h2d + load.cpu + own + CHAIN_S) / under_way if load.cpu else load.gpu)
     step = beside + in_turn + background
     in_turn_s = one_after_another(in_turn + Load(cpu=jobs), micro_batches if jobs else 1)
     link = step.h2d + (1.0 - job.link_beside_scan) * min(beside.cpu, step.h2d / job.link_beside_scan)

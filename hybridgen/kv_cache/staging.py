@@ -1,6 +1,7 @@
-"""Device memory for fetched rows: two slots a micro-batch, taken in turn by its layers.
+"""Device memory for fetched rows: a few slots a micro-batch, taken in turn by its layers.
 
-While a layer attends to the rows of one slot, the next layer's rows arrive in the other.
+While a layer attends to the rows of one slot, the next layer's rows arrive in another. They may arrive as soon as their
+query is predicted, `lookahead_layers` before their own: one slot more than that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ MOST_VIEWS = 64  # layers grow at different steps, so a few sizes are in use at 
 
 
 class Staging:
-    """K and V of up to `rows` tokens for each of `batch` x `heads` KV heads, twice; K as it is stored, too."""
+    """K and V of up to `rows` tokens for each of `batch` x `heads` KV heads, `turns` times; K as it is stored, too."""
 
     def __init__(
         self,
@@ -29,9 +30,9 @@ class Staging:
         # Zeroed, so that padding, which is never written, is finite.
         self._slots = torch.zeros((turns, 2, batch * heads * rows * head_dim), dtype=dtype, device=device)
         encoded = rows if stored is not None and stored is not dtype else 0
-        self._encoded = torch.zeros((2, batch * heads * encoded * head_dim), dtype=stored or dtype, device=device)
+        self._encoded = torch.zeros((turns, batch * heads * encoded * head_dim), dtype=stored or dtype, device=device)
         scales = rows if stored is torch.int8 else 0
-        self._scales = torch.zeros((2, batch * heads * scales), dtype=torch.float32, device=device)
+        self._scales = torch.zeros((turns, batch * heads * scales), dtype=torch.float32, device=device)
         self._shape, self._rows = (batch, heads, head_dim), rows
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # of slots, as they were last asked for
 
@@ -56,9 +57,10 @@ class Staging:
     def encoded(self, layer: int, rows: int) -> Tensor:
         """K as it is stored, contiguous [B, Hkv, rows, head_dim], for this layer's turn."""
         batch, heads, head_dim = self._shape
-        return self._encoded[layer % 2][: batch * heads * rows * head_dim].view(batch, heads, rows, head_dim)
+        place = self._encoded[layer % len(self._encoded)]
+        return place[: batch * heads * rows * head_dim].view(batch, heads, rows, head_dim)
 
     def scales(self, layer: int, rows: int) -> Tensor:
         """Scales of int8 keys, contiguous float32 [B, Hkv, rows, 1], for this layer's turn."""
         batch, heads, _ = self._shape
-        return self._scales[layer % 2][: batch * heads * rows].view(batch, heads, rows, 1)
+        return self._scales[layer % len(self._scales)][: batch * heads * rows].view(batch, heads, rows, 1)

@@ -1,8 +1,9 @@
 """Fitted maps that predict queries, in a safetensors file that `hybridgen.calibrate` writes.
 
 For each layer but the first `layers.<i>.query.weight` [Hq * d, hidden] and `layers.<i>.query.bias` [Hq * d]: what
-replaces Wq where the layer's query is predicted from the input of the layer before. Metadata: `checkpoint`, the weights
-that they were fitted to (`checkpoint_key`), and `exact_layers`, a JSON list.
+replaces Wq where the layer's query is predicted from the input of the layer before, or of the one that lies
+`lookahead_layers` before. Metadata: `checkpoint`, the weights that they were fitted to (`checkpoint_key`),
+`exact_layers`, a JSON list, and `lookahead_layers` (1 where it is not said).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def write_query_maps(
     exact_layers: Sequence[int],
     checkpoint: str,
     about: Mapping[str, str],
+    lookahead_layers: int = 1,
 ) -> None:
     """about: further metadata, for people."""
     tensors: dict[str, torch.Tensor] = {}
@@ -44,6 +46,7 @@ def write_query_maps(
         assert fitted.bias is not None
         tensors |= {_name(layer, "weight"): fitted.weight.cpu(), _name(layer, "bias"): fitted.bias.cpu()}
     metadata = {**about, "checkpoint": checkpoint, "exact_layers": json.dumps(list(exact_layers))}
+    metadata["lookahead_layers"] = str(lookahead_layers)
     write_whole("--out", file, save(tensors, metadata))
 
 
@@ -74,6 +77,11 @@ def read_checkpoint_key(file: Path) -> str:
     return _metadata(file)["checkpoint"]
 
 
+def read_lookahead_layers(file: Path) -> int:
+    """How many layers before its own a layer's query is predicted by the maps."""
+    return int(_metadata(file).get("lookahead_layers", "1"))
+
+
 def read_exact_layers(file: Path) -> tuple[int, ...]:
     """The layers that the file says are predicted too badly."""
     return tuple(json.loads(_metadata(file)["exact_layers"]))
@@ -96,6 +104,7 @@ def _metadata_of(file: Path, changed_ns: int, size: int) -> dict[str, str]:
         layers = json.loads(metadata["exact_layers"])
         if "checkpoint" not in metadata or not all(type(layer) is int and layer >= 0 for layer in layers):
             raise ValueError
+        int(metadata.get("lookahead_layers", "1"))
     except (KeyError, ValueError, TypeError):
         raise ConfigError(f"{_SETTING} = {file}: no file that hybridgen.calibrate wrote") from None
     return metadata

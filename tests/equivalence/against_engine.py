@@ -41,6 +41,7 @@ def engine(directory: Path, settings: Settings, strategy: str = "hybridgen", **o
         "selection.keep_mass": settings.keep_mass,
         "selection.min_keep": settings.min_keep,
         "attention.lookahead": settings.lookahead,
+        "attention.lookahead_layers": settings.lookahead_layers,
         "model.exact_layers": list(settings.exact_layers),
         "model.exact_layers_mode": settings.exact_mode,
     }

@@ -120,6 +120,7 @@ class Settings(Rule):
     window: int = 64
     sinks: int = 4
     lookahead: Literal["select", "logits", "off"] = "select"
+    lookahead_layers: int = 1
     predictor: Literal["x", "delta", "fitted"] = "x"
     dropped: Literal["share", "renormalise"] = "share"  # of `logits`
     exact_layers: tuple[int, ...] = (0,)
@@ -598,15 +599,17 @@ class DenseSimulation:
     # -- parts of a step
 
     def _predicted_query(self, layer: int, inputs: Sequence[Tensor], query: Tensor) -> Tensor:
-        """q' of this layer, from what is known when the layer before it begins: this layer's own norm, projection
-        and position, on `x`, the input of the layer before, or on `delta`, the same plus what the previous token's
-        residual gained in that layer. `fitted`: as `x`, with another projection in place of the layer's. `query` is
-        the true one, for tests that replace the prediction by it."""
-        before = inputs[layer - 1]
+        """q' of this layer, from what is known when the layer `lookahead_layers` before it begins (or layer 0): this
+        layer's own norm, projection and position, on `x`, the input of that layer, or on `delta`, the same plus what
+        the previous token's residual gained from there on. `fitted`: as `x`, with another projection in place of the
+        layer's. `query` is the true one, for tests that replace the prediction by it."""
+        source = max(0, layer - self.settings.lookahead_layers)
+        before = inputs[source]
         if self.settings.predictor == "fitted":
             return self.model.query(layer, before, self.length, self.model.fitted[layer])
         if self.settings.predictor == "delta":
-            before = before + self.changes[layer - 1]
+            for between in range(source, layer):
+                before = before + self.changes[between]
         return self.model.query(layer, before, self.length)
 
     def _attend(

@@ -35,9 +35,9 @@ CASES = {
 }
 
 
-def with_maps(zoo: ModelZoo, case: Case, file: Path) -> Case:
+def with_maps(zoo: ModelZoo, case: Case, file: Path, lookahead_layers: int = 1) -> Case:
     """The same case, with a file that both the engine and the oracle use."""
-    write_maps(zoo.directory(case.model), file)
+    write_maps(zoo.directory(case.model), file, lookahead_layers=lookahead_layers)
     read, model = load_file(file), zoo.dense(case.model)
     model.fitted = {
         layer: (read[f"layers.{layer}.query.weight"].double(), read[f"layers.{layer}.query.bias"].double())
