@@ -1,6 +1,8 @@
 #include "dispatch.h"
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace hybridgen {
@@ -29,10 +31,14 @@ const IsaKernels& select_isa(const std::string& name) {
   const char* variable = std::getenv("HYBRIDGEN_CPU_ISA");
   const std::string wanted = !name.empty() ? name : variable ? variable : "";
   const auto usable = usable_isas();
-  if (wanted.empty()) return *usable.front();
   std::string choices;
   for (const IsaKernels* isa : usable) {
-    if (wanted == isa->name) return *isa;
+    if (wanted.empty() || wanted == isa->name) {
+      if (!isa->enable || isa->enable()) return *isa;
+      if (!wanted.empty()) {
+        throw std::runtime_error(wanted + ": the system refuses it (" + std::strerror(errno) + ")");
+      }
+    }
     choices += (choices.empty() ? "" : ", ") + std::string(isa->name);
   }
   throw std::invalid_argument((name.empty() ? "HYBRIDGEN_CPU_ISA='" : "isa='") + wanted +

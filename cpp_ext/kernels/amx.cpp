@@ -10,6 +10,7 @@
 //   Exponents of fp16 stand in bf16 as they are, so that numbers are 2^112 too small, for which the query makes up.
 //   A key below 2^-14, which is subnormal in fp16, counts as zero: a logit is off by less than scale * 2^-14 * the sum
 //   of the query's sizes in those channels. Rows with keys that are not finite are left to avx512.cpp.
+//   bf16 keys that are infinite may give a NaN where other kernels give an infinite logit.
 // Sketches: codes are unpacked once, to bytes that lie as tile B wants them already, and the weights of a head are a row of
 // tile A: the sums are those of avx512_vnni.cpp.
 // Sums of bf16 values: weights are the rows of tile A, in three parts; values of two tokens are interleaved for tile B.
@@ -46,6 +47,25 @@ constexpr std::int64_t kMaxGroup = 16;
 constexpr std::int64_t kMaxDim = 256;
 constexpr int kMaxPasses = kMaxGroup / kPassHeads;
 constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between a load and the prefetch beside it
+
+// Listed rows between a load and the prefetch beside it: at least those that are worked on together.
+inline std::int64_t listed_ahead(std::int64_t row_bytes) {
+  const std::int64_t rows = kListedAhead / row_bytes + 1;
+  return rows < kUnit ? kUnit : rows;
+}
+
+// Asks for a row of a list, or for what lies ahead of a row.
+template <bool Listed>
+inline void fetch_row(const void* row, std::int64_t bytes, Ahead ahead) {
+  for (std::int64_t c = 0; c < bytes; c += 64) {
+    const auto* at = static_cast<const char*>(row) + c;
+    if constexpr (Listed) {
+      _mm_prefetch(at, _MM_HINT_T0);
+    } else {
+      prefetch(at, ahead);
+    }
+  }
+}
 
 // How a group's heads go into passes: even shares, 5 is 3 + 2.
 struct Passes {
@@ -135,13 +155,14 @@ struct Planes {
   std::int64_t stride;
 };
 
-// Copies rows to where they lie beside each other, as Key wants them. False: one is not finite, and of no use here.
+// Copies rows to where they lie beside each other, as Key wants them. Bit r: row r is not finite, and of no use here.
 template <class Key>
-inline bool stage(const typename Key::Element* const* row, std::int64_t d,
-                  std::uint8_t (*to)[kUnit * kMaxDim * sizeof(typename Key::Element)]) {
+inline std::uint32_t stage(const typename Key::Element* const* row, std::int64_t d,
+                           std::uint8_t (*to)[kUnit * kMaxDim * sizeof(typename Key::Element)]) {
   const std::int64_t bytes = d * static_cast<std::int64_t>(sizeof(typename Key::Element));
-  __m512i carry = _mm512_setzero_si512();
+  std::uint32_t bad = 0;
   for (int r = 0; r < kUnit; ++r) {
+    __m512i carry = _mm512_setzero_si512();
     for (std::int64_t c = 0; c < bytes; c += kTileBytes) {
       const __m512i bits = _mm512_loadu_si512(reinterpret_cast<const std::uint8_t*>(row[r]) + c);
       if constexpr (Key::kPlanes == 1) {
@@ -158,8 +179,9 @@ inline bool stage(const typename Key::Element* const* row, std::int64_t d,
         carry = _mm512_or_si512(carry, _mm512_add_epi16(high, _mm512_set1_epi16(0x80)));  // of the largest exponent
       }
     }
+    if (Key::kPlanes > 1 && _mm512_test_epi16_mask(carry, _mm512_set1_epi16(0x1000))) bad |= 1u << r;
   }
-  return _mm512_test_epi16_mask(carry, _mm512_set1_epi16(0x1000)) == 0;
+  return bad;
 }
 
 // The kUnit rows at `planes` times the heads of a pass. sums[0], sums[1]: of the first and the second 16 rows; of keys
@@ -297,7 +319,7 @@ void scan_rows(const ScanBlock& block, ScanFn other) {
   const Query<Key> query(block, passes);
   alignas(64) std::uint8_t staged[Key::kPlanes][kUnit * kMaxDim * kBytes];
   alignas(64) float sums[2 * (Key::kPlanes == 3 ? 2 : 1)][kTileRows][16];
-  const std::int64_t later = Listed ? kListedAhead / (d * kBytes) + 1 : 0;
+  const std::int64_t later = Listed ? listed_ahead(d * kBytes) : 0;
   const auto row_of = [&](std::int64_t j) { return keys + (Listed ? std::int64_t{block.list[j]} : j) * block.key_stride; };
   Tiles::configure();
   for (std::int64_t j = 0; j < block.rows; j += kUnit) {
@@ -305,17 +327,14 @@ void scan_rows(const ScanBlock& block, ScanFn other) {
     const Ahead ahead = Listed ? Ahead{} : bytes_ahead(block, block.rows, row_bytes, j + kUnit, kUnit);
     for (int r = 0; r < n; ++r) {
       const std::int64_t asked = Listed && j + r + later < block.rows ? j + r + later : j + r;
-      const auto* at = reinterpret_cast<const char*>(row_of(asked));
-      for (std::int64_t c = 0; c < d * kBytes; c += 64) prefetch(at + c, ahead);
+      fetch_row<Listed>(row_of(asked), d * kBytes, ahead);
     }
+    std::uint32_t bad = 0;
     Planes planes{{reinterpret_cast<const std::uint8_t*>(keys + j * block.key_stride)}, row_bytes};
     if (Listed || n < kUnit || Key::kPlanes > 1) {
       const Element* row[kUnit];  // past the end, the last row again: read twice, never stored
       for (int r = 0; r < kUnit; ++r) row[r] = row_of(j + (r < n ? r : n - 1));
-      if (!stage<Key>(row, d, staged)) {
-        other(part_of(block, j, n, kBytes));
-        continue;
-      }
+      bad = stage<Key>(row, d, staged);
       planes.stride = d * kBytes;
       for (int plane = 0; plane < Key::kPlanes; ++plane) planes.at[plane] = staged[plane];
     }
@@ -326,6 +345,10 @@ void scan_rows(const ScanBlock& block, ScanFn other) {
         write<Key>(block, query, sums[half], sums[Key::kPlanes == 3 ? 2 + half : half], pass * passes.heads,
                    passes.of(block.group, pass), j + half * kTileRows, rows);
       }
+    }
+    // One by one: what its neighbours get must not depend on where a chunk begins.
+    for (int r = 0; bad && r < n; ++r) {
+      if (bad >> r & 1) other(part_of(block, j + r, 1, kBytes));
     }
   }
   Tiles::release();
@@ -442,7 +465,7 @@ inline void interleave(const WeighBlock& block, std::int64_t first, std::int64_t
   const auto row_of = [&](std::int64_t j) {
     return values + (Listed ? std::int64_t{block.list[j]} : j) * block.value_stride;
   };
-  const std::int64_t later = Listed ? kListedAhead / (2 * d) + 1 : 0;
+  const std::int64_t later = Listed ? listed_ahead(2 * d) : 0;
   const Ahead ahead =
       Listed ? Ahead{} : bytes_ahead(block.values, block.next, block.rows, 2 * block.value_stride, first + kBand, kBand);
   for (std::int64_t pair = 0; pair < kBand / 2; ++pair, to += 2 * d) {
@@ -451,7 +474,7 @@ inline void interleave(const WeighBlock& block, std::int64_t first, std::int64_t
     for (int k = 0; k < 2; ++k) {
       if (!row[k]) continue;
       const std::uint16_t* asked = Listed && j + k + later < block.rows ? row_of(j + k + later) : row[k];
-      for (std::int64_t c = 0; c < d; c += 32) prefetch(asked + c, ahead);
+      fetch_row<Listed>(asked, 2 * d, ahead);
     }
     for (std::int64_t c = 0; c < d; c += 32) {
       const __m512i a = row[0] ? _mm512_loadu_si512(row[0] + c) : _mm512_setzero_si512();
@@ -572,22 +595,30 @@ constexpr Kernels kOnCpu = kKernels<CpuTiles>, kEmulated = kKernels<EmulatedTile
 namespace hybridgen {
 namespace {
 
-// Linux lets a process use the tiles' state once it has asked for it.
+constexpr int kTileData = 18;  // the part of a thread's state that the tiles are
+
 bool usable() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool permitted = kAvx512Vnni.usable() && __builtin_cpu_supports("amx-tile") &&
-                                __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") &&
-                                syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return permitted;
+  constexpr long kGetSupported = 0x1021;
+  unsigned long supported = 0;
+  return kAvx512Vnni.usable() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kGetSupported, &supported) == 0 &&
+         (supported >> kTileData & 1);
+}
+
+// Linux lets a process use the tiles once it has asked for that; then all its signal stacks have to be larger.
+bool enable() {
+  constexpr long kRequestPermission = 0x1023;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 // For tests, and slow.
 bool is_emulated() { return std::getenv("HYBRIDGEN_EMULATE_AMX") && kAvx512Vnni.usable(); }
 
-IsaKernels with_tiles(const char* name, bool (*is_usable)(), const Kernels& own) {
+IsaKernels with_tiles(const char* name, bool (*is_usable)(), bool (*enabled)(), const Kernels& own) {
   IsaKernels kernels = with_integers(kAvx512);  // which are there already
   kernels.name = name;
   kernels.usable = is_usable;
+  kernels.enable = enabled;
   kernels.scan[static_cast<int>(KeyType::Float16)] = own.float16;
   kernels.scan[static_cast<int>(KeyType::BFloat16)] = own.bfloat16;
   kernels.scan[static_cast<int>(KeyType::Int8)] = own.int8;
@@ -599,8 +630,8 @@ IsaKernels with_tiles(const char* name, bool (*is_usable)(), const Kernels& own)
 
 }  // namespace
 
-const IsaKernels kAmx = with_tiles("amx", usable, kOnCpu);
-const IsaKernels kAmxEmulated = with_tiles("amx_emulated", is_emulated, kEmulated);
+const IsaKernels kAmx = with_tiles("amx", usable, enable, kOnCpu);
+const IsaKernels kAmxEmulated = with_tiles("amx_emulated", is_emulated, nullptr, kEmulated);
 
 }  // namespace hybridgen
 

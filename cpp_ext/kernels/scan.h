@@ -133,6 +133,8 @@ struct IsaKernels {
   void (*finish_shrinking)();
   // scan[Int8] with the query in float32 on every ISA, where logits do not only choose but weigh.
   ScanFn weighing_int8;
+  // Asks the system for what the kernels need, where that has to be done; false: it refuses (errno).
+  bool (*enable)() = nullptr;
 };
 
 extern const IsaKernels kScalar;

@@ -3,7 +3,9 @@
 // instructions are spelled out. For amx.cpp alone.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace hybridgen {
@@ -60,85 +62,106 @@ struct CpuTiles {
   }
 };
 
-// What these instructions do, for tests.
+// What these instructions do, for tests; what a CPU refuses ends the process.
 struct EmulatedTiles {
   static void configure(int short_rows = kTileRows) {
-    std::memset(tiles(), 0, 8 * sizeof(Tile));
-    for (int tile = 0; tile < 8; ++tile) rows()[tile] = tile < kShortTiles ? short_rows : kTileRows;
+    check(!state().configured && short_rows >= 1 && short_rows <= kTileRows);
+    state() = {};
+    state().configured = true;
+    for (int tile = 0; tile < 8; ++tile) state().rows[tile] = tile < kShortTiles ? short_rows : kTileRows;
   }
   static void release() {
-    std::memset(tiles(), 0xff, 8 * sizeof(Tile));
-    for (int tile = 0; tile < 8; ++tile) rows()[tile] = 0;
+    check(state().configured);
+    state().configured = false;
   }
 
   template <int T>
   static void zero() {
-    std::memset(tiles()[T], 0, sizeof(Tile));
+    check(state().configured);
+    std::memset(state().tiles[T], 0, sizeof state().tiles[T]);
   }
   template <int T>
   static void load(const void* from, std::int64_t stride) {
-    for (int row = 0; row < rows()[T]; ++row) {
-      std::memcpy(tiles()[T][row], static_cast<const char*>(from) + row * stride, kTileBytes);
+    zero<T>();
+    for (int row = 0; row < state().rows[T]; ++row) {
+      std::memcpy(state().tiles[T][row], static_cast<const char*>(from) + row * stride, kTileBytes);
     }
   }
   template <int T>
   static void store(void* to, std::int64_t stride) {
-    for (int row = 0; row < rows()[T]; ++row) {
-      std::memcpy(static_cast<char*>(to) + row * stride, tiles()[T][row], kTileBytes);
+    check(state().configured);
+    for (int row = 0; row < state().rows[T]; ++row) {
+      std::memcpy(static_cast<char*>(to) + row * stride, state().tiles[T][row], kTileBytes);
     }
   }
   template <int Sum, int A, int B>
   static void add_bytes() {
-    add<Sum, A, B, std::int32_t>([](const std::uint8_t* a, const std::uint8_t* b) {
-      std::int32_t sum = 0;
-      for (int k = 0; k < 4; ++k) sum += static_cast<std::int8_t>(a[k]) * static_cast<std::int8_t>(b[k]);
-      return sum;
-    });
+    add_integers<Sum, A, B>([](std::uint8_t b) { return static_cast<std::int8_t>(b); });
   }
   template <int Sum, int A, int B>
   static void add_codes() {
-    add<Sum, A, B, std::int32_t>([](const std::uint8_t* a, const std::uint8_t* b) {
-      std::int32_t sum = 0;
-      for (int k = 0; k < 4; ++k) sum += static_cast<std::int8_t>(a[k]) * b[k];
-      return sum;
-    });
+    add_integers<Sum, A, B>([](std::uint8_t b) { return b; });
   }
   template <int Sum, int A, int B>
   static void add_bf16() {
-    add<Sum, A, B, float>([](const std::uint8_t* a, const std::uint8_t* b) {
-      return bf16(a) * bf16(b) + bf16(a + 2) * bf16(b + 2);
-    });
-  }
-
- private:
-  using Tile = std::uint8_t[kTileRows][kTileBytes];
-
-  static Tile* tiles() {
-    static thread_local Tile all[8];
-    return all;
-  }
-  static int* rows() {
-    static thread_local int all[8];
-    return all;
-  }
-  template <int Sum, int A, int B, class Number, class Products>
-  static void add(Products products) {
-    for (int m = 0; m < rows()[Sum]; ++m) {
+    check_shapes<Sum, A, B>();
+    for (int m = 0; m < state().rows[Sum]; ++m) {
       for (int n = 0; n < 16; ++n) {
-        Number sum;
-        std::memcpy(&sum, tiles()[Sum][m] + 4 * n, 4);
-        for (int k = 0; k < rows()[B]; ++k) sum += products(tiles()[A][m] + 4 * k, tiles()[B][k] + 4 * n);
-        std::memcpy(tiles()[Sum][m] + 4 * n, &sum, 4);
+        float of[2] = {};  // even and odd channels, each with one rounding a product
+        for (int k = 0; k < 32; ++k) {
+          const float a = bf16(state().tiles[A][m] + 2 * k), b = bf16(state().tiles[B][k / 2] + 4 * n + 2 * (k % 2));
+          of[k % 2] = normal(std::fma(a, b, of[k % 2]));
+        }
+        float sum;
+        std::uint8_t* at = state().tiles[Sum][m] + 4 * n;
+        std::memcpy(&sum, at, 4);
+        sum = normal(normal(sum) + normal(of[0] + of[1]));
+        std::memcpy(at, &sum, 4);
       }
     }
   }
+
+ private:
+  struct State {
+    bool configured = false;
+    int rows[8] = {};
+    std::uint8_t tiles[8][kTileRows][kTileBytes] = {};
+  };
+  static State& state() {
+    static thread_local State one;
+    return one;
+  }
+  static void check(bool good) {
+    if (!good) std::abort();
+  }
+  template <int Sum, int A, int B>
+  static void check_shapes() {
+    static_assert(Sum != A && A != B && Sum != B);
+    check(state().configured && state().rows[Sum] == state().rows[A] && state().rows[B] == kTileBytes / 4);
+  }
+  template <int Sum, int A, int B, class Byte>
+  static void add_integers(Byte byte) {
+    check_shapes<Sum, A, B>();
+    for (int m = 0; m < state().rows[Sum]; ++m) {
+      for (int n = 0; n < 16; ++n) {
+        std::int32_t sum;
+        std::uint8_t* at = state().tiles[Sum][m] + 4 * n;
+        std::memcpy(&sum, at, 4);
+        for (int k = 0; k < 64; ++k) {
+          sum += static_cast<std::int8_t>(state().tiles[A][m][k]) * byte(state().tiles[B][k / 4][4 * n + k % 4]);
+        }
+        std::memcpy(at, &sum, 4);
+      }
+    }
+  }
+  static float normal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
   static float bf16(const void* at) {
     std::uint16_t half;
     std::memcpy(&half, at, sizeof half);
-    const std::uint32_t bits = half & 0x7f80 ? std::uint32_t{half} << 16 : 0;
+    const std::uint32_t bits = std::uint32_t{half} << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return normal(value);
   }
 };
 

@@ -37,7 +37,7 @@ class LayerAttention(ABC):
 
     #: Who launches what this layer does in every step.
     pieces: Pieces = Pieces()
-    #: The loop hands in a predicted query (`submit`) one layer ahead.
+    #: The loop hands in a predicted query (`submit`) one layer ahead, or two.
     predicts: bool = False
     #: Rows of each sequence in the host tier as the last scan saw them; None where nothing is chosen from them.
     host_lengths: list[int] | None = None

@@ -74,6 +74,8 @@ class HybridAttention(TieredAttention):
         """
         super().__init__(layer, spec, kv, transfer)
         self.predicts = predicts
+        #: `choose` is called when an earlier layer begins, which does not wait for this one's rows.
+        self.chooses_early = False
         self.host_lengths: list[int] = [0] * len(kv.lengths)
         self.scored = list(self.host_lengths)
         self._staging = staging
@@ -136,7 +138,7 @@ class HybridAttention(TieredAttention):
             with self._telemetry.span("fetch", self._layer, row="beside"):
                 self._bring(self.selection)
         self._scan = self._query = self._limits = None
-        if not (scan is None or self._listed or self._kv.host_keys.sketched):
+        if not (self.chooses_early or scan is None or self._listed or self._kv.host_keys.sketched):
             # The scan is what a step takes longest for: all of the device's work of the layer runs beside the next one.
             self._wait_for_rows()
 

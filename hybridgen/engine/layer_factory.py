@@ -228,6 +228,7 @@ class LayerFactory:
                 )
             staging = stagings[spec]
         attention = executor(layer, spec, kv, worker, transfer, predicts, staging, candidates, listed_rows)
+        attention.chooses_early = self._config.attention.lookahead_layers > 1
         if isinstance(attention, LogitsHybridAttention):
             attention.renormalise = self._config.attention.dropped == "renormalise"
         return attention

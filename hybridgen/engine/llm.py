@@ -138,7 +138,8 @@ class LLM:
             if config.runtime.synthetic_kv
             else Prefill(self.model, store, chunk)
         )
-        ahead = config.attention.lookahead_layers
+        # Others that bring rows ahead of a layer do so when the one before it begins.
+        ahead = config.attention.lookahead_layers if config.attention.executor == "hybrid" else 1
         self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted, ahead)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)

@@ -24,7 +24,7 @@ STREAMS = ("h2d", "d2h", "choice", "beside", "weights", "assembly")  # beside th
 class _CudaTicket(Ticket):
     def __init__(self, event: torch.cuda.Event, tensors: list[Tensor], running: RunningStream) -> None:
         self.event = event
-        self._tensors = tensors  # of the host: alive until waited for
+        self._tensors = tensors  # alive until waited for
         self._running = running
 
     def wait(self) -> None:
@@ -209,13 +209,12 @@ class CudaTransfer(TransferEngine):
             work()
             event = torch.cuda.Event()
             event.record(stream)
-        on_host = []
         for tensor in (*targets, *sources):
             if tensor.is_cuda:
-                tensor.record_stream(stream)  # its memory stays until the copy is over, whoever lets go of it
-            else:
-                on_host.append(tensor)
-        return _CudaTicket(event, on_host, self._running)
+                tensor.record_stream(stream)  # memory of torch's stays until the copy is over, whoever lets go of it
+        # That knows nothing of the host's memory, whether or not the device sees it.
+        kept = targets if direction == "d2h" else [*targets, *sources]
+        return _CudaTicket(event, kept, self._running)
 
     def call_after(self, ticket: Ticket, function_address: int, data_address: int) -> None:
         # Only copies to the host are followed by a call, and they all lie on this stream.

@@ -108,6 +108,17 @@ def test_what_maps_are_fitted_to(zoo: ModelZoo, ahead: int) -> None:
     assert len(inputs) == llm.spec.num_layers and not torch.equal(inputs[0], inputs[1])
 
 
+@pytest.mark.parametrize("strategy", ["aog", "h2o-host", "full"])
+def test_strategies_that_predict_nothing_do_not_mind(zoo: ModelZoo, strategy: str) -> None:
+    outputs = []
+    for ahead in (1, 2):
+        with LLM(
+            str(zoo.directory("opt")), {"runtime.device": "cpu", "attention.lookahead_layers": ahead}, strategy
+        ) as llm:
+            outputs.append(llm.generate([[5, 6, 7] * 60], 9).output_ids)
+    assert outputs[0] == outputs[1]
+
+
 def test_weights_have_to_come_as_early(zoo: ModelZoo) -> None:
     with pytest.raises(ConfigError, match="a depth of 2 or more"):
         LLM(str(zoo.directory("opt")), {"attention.lookahead_layers": 2, "placement.prefetch_depth": 1})
