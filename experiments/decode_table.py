@@ -41,6 +41,8 @@ TENTH = ("--keep", "0.1")
 INT8 = ("--key-type", "int8")
 HOST_INT2 = ("--sketch", "int2", "--sketch-home", "host")
 GPU_INT2 = ("--sketch", "int2", "--sketch-home", "gpu")
+AHEAD = ("--set", "attention.lookahead_layers=2")
+BATCH4 = ("--model", "opt-13b", "--seq", "16k", "--batch", "4")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,16 @@ ROWS = (
     Row("llama-3.1-8b 131000 int8 10%", (*LLAMA, *BUDGET, *INT8, *TENTH)),
     Row("llama-3.1-8b 131000 host int2 2%", (*LLAMA, *BUDGET, *HOST_INT2, "--keep", "0.02")),
     Row("llama-3.1-8b 131000 gpu int2 2%", (*LLAMA, *BUDGET, *GPU_INT2, "--keep", "0.02")),
-    Row("opt-13b 16k x 4 int8 10%", ("--model", "opt-13b", "--seq", "16k", "--batch", "4", *BUDGET, *INT8, *TENTH)),
+    Row("opt-13b 16k x 4 int8 10%", (*BATCH4, *BUDGET, *INT8, *TENTH)),
+    Row("opt-13b 32k fp16 10%, two ahead", (*OPT, *BUDGET, *TENTH, *AHEAD)),
+    Row("opt-13b 32k fp16 28%, two ahead", (*OPT, *BUDGET, "--keep", "0.28", *AHEAD)),
+    Row("opt-13b 32k int8 10%, two ahead", (*OPT, *BUDGET, *INT8, *TENTH, *AHEAD)),
+    Row("opt-13b 32k host int2 2%, two ahead", (*OPT, *BUDGET, *HOST_INT2, "--keep", "0.02", *AHEAD)),
+    Row("opt-13b 32k host int2 10%, two ahead", (*OPT, *BUDGET, *HOST_INT2, *TENTH, *AHEAD)),
+    Row("opt-13b 32k gpu int2 5%, two ahead", (*OPT, *BUDGET, *GPU_INT2, "--keep", "0.05", *AHEAD)),
+    Row("llama-3.1-8b 131000 int8 10%, two ahead", (*LLAMA, *BUDGET, *INT8, *TENTH, *AHEAD)),
+    Row("llama-3.1-8b 131000 host int2 2%, two ahead", (*LLAMA, *BUDGET, *HOST_INT2, "--keep", "0.02", *AHEAD)),
+    Row("opt-13b 16k x 4 int8 10%, two ahead", (*BATCH4, *BUDGET, *INT8, *TENTH, *AHEAD)),
     Row("opt-13b 4k x 8 aoc", (*OPT4K, "--strategy", "aoc", "--gpu-window", "64")),
     Row("opt-13b 4k x 8 moe-lightning", (*OPT4K, "--strategy", "moe-lightning")),
     Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", *TWO)),
@@ -145,7 +156,7 @@ def part_of(text: str) -> list[Row]:
 def table(out: Path) -> str:
     """A line for each row that has a report."""
     lines = [
-        f"{'row':<40} {'ms':>7} {'p90':>7} {'limit':>7} {'ratio':>6} {'by':>5} {'idle':>5} {'gap':>5} {'kept':>6} "
+        f"{'row':<44} {'ms':>7} {'p90':>7} {'limit':>7} {'ratio':>6} {'by':>5} {'idle':>5} {'gap':>5} {'kept':>6} "
         f"{'budget':>6} {'GiB':>6} {'prefill s':>9} {'scan':>9} {'beside':>9}"
     ]
     for row in ROWS:
@@ -167,7 +178,7 @@ def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] |
         return "-" if value is None else f"{value:.{digits}f}"
 
     return (
-        f"{row.name:<40} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit, 1):>7} "
+        f"{row.name:<44} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit, 1):>7} "
         f"{number(limit and spent['median'] / limit, 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
         f"{number(idle and idle['launch_gap'], 2):>5} {number(report['kept_fraction'], 3):>6} "
         f"{number(report['budget'], 3):>6} {number((report['peak_gpu_bytes'] or 0) / 2**30, 1):>6} "
