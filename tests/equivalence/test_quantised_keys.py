@@ -134,6 +134,9 @@ CASES = {
     "int8+int4 at home, whole steps": case(
         "qwen2", like(MASS, **NONE_RESIDENT), "int8+int4@gpu", WHOLE, runtime__micro_batch=1
     ),
+    "int2 at home, whole steps, two ahead": case(
+        "llama-gqa2", like(KEEP, lookahead_layers=2, **NONE_RESIDENT), "int2@gpu", WHOLE
+    ),
     "int8+int2, gqa2 mass": case("llama-gqa2", MASS, "int8+int2"),
     "int8+int2, logits, opt pair": case("opt", logits(PAIR), "int8+int2", RAGGED_16, seed=2),
     "int8+int2, append, delta": case("llama3-rope", like(PAIR, predictor="delta"), "int8+int2", TURNS),

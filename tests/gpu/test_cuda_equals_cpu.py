@@ -88,6 +88,27 @@ def test_greedy_tokens_by_fitted_maps(name: str, share: float, lookahead: str, d
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"cache.key_type": "int8"},
+        {"cache.sketch": "int2", "cache.sketch_home": "host"},
+        {"cache.sketch": "int2", "cache.sketch_home": "gpu"},
+        {"attention.lookahead": "logits"},
+        {"attention.predictor": "delta", "runtime.micro_batch": 2},
+        {"placement.weights_on_gpu": 0.3, "runtime.cuda_graphs": False},
+    ],
+    ids=["select", "int8", "host int2", "gpu int2", "logits", "delta, micro-batches", "streamed weights"],
+)
+@pytest.mark.parametrize("keep", [1.0, 0.2])
+@pytest.mark.parametrize("name", ["llama-gqa2", "opt"])
+def test_greedy_tokens_two_layers_ahead(name: str, keep: float, way: dict[str, object], directory: Path) -> None:
+    model = save_tiny_model(name, directory)
+    overrides = {"selection.keep": keep, "attention.lookahead_layers": 2, **way}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
 @pytest.mark.parametrize("keep", [1.0, 0.2])
 @pytest.mark.parametrize("lookahead", ["select", "off"])
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))

@@ -75,6 +75,9 @@ WHOLE = {
         "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "delta",
         "model.exact_layers_mode": "select",
     },
+    "sketch, two layers ahead": {
+        "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.lookahead_layers": 2,
+    },
     "partial keys, alpha": {"cache.sketch": "partial", "cache.partial_ratio": 0.5, "selection.alpha": 50.0},
     "partial keys, pool": {"cache.sketch": "partial", "cache.pool_capacity": 0.5, "cache.pool_policy": "lru"},
     "pages, off": {"cache.sketch": "pages", "attention.lookahead": "off"},
