@@ -37,10 +37,17 @@ if TYPE_CHECKING:
 BASE: dict[str, Any] = {"selection.keep": 0.1, "selection.keep_mass": None, "selection.min_keep": 0}
 INT4, INT2 = {"cache.sketch": "int4"}, {"cache.sketch": "int2"}
 CPU, GPU = {"cache.sketch_home": "host"}, {"cache.sketch_home": "gpu"}
-OFF = {"attention.lookahead": "off"}
+OFF, TWO_AHEAD = {"attention.lookahead": "off"}, {"attention.lookahead_layers": 2}
 # Group -> row -> settings beside BASE, or the name of another strategy. The base stands in the first group alone.
 SPEED: dict[str, dict[str, dict[str, Any] | str]] = {
-    "lookahead": {"select": {}, "logits": {"attention.lookahead": "logits"}, "off": OFF},
+    "lookahead": {
+        "select": {},
+        "logits": {"attention.lookahead": "logits"},
+        "off": OFF,
+        "two layers ahead": TWO_AHEAD,
+        "int8, two ahead": {"cache.key_type": "int8"} | TWO_AHEAD,
+        "int2, CPU, two ahead": INT2 | CPU | TWO_AHEAD,
+    },
     "keys": {
         "int8": {"cache.key_type": "int8"},
         "int4, CPU": INT4 | CPU,
