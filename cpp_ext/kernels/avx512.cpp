@@ -194,12 +194,13 @@ inline __attribute__((always_inline)) void multiply(const float* query, std::int
 
 // The G heads from `head` on, `rows` <= 16 rows: those from `first` on, of the list if Listed. `ahead`: from a row to
 // those that are prefetched meanwhile, where they are not listed. `query`: of all heads, in the order that Key wants.
-template <class Key, int G, bool Listed>
+// InTurn: one row after the other (see `reads_in_turn`).
+template <class Key, int G, bool Listed, bool InTurn = false>
 void strip(const ScanBlock& block, const float* query, std::int64_t head, std::int64_t first, std::int64_t rows,
            Ahead ahead) {
   constexpr bool kScaled = sizeof(typename Key::Element) == 1;
   constexpr int R = G == 1 ? 16 : G == 2 ? 8 : G <= 4 ? 4 : 2;
-  constexpr int W = R < 8 ? R : 8;
+  constexpr int W = InTurn ? 1 : R < 8 ? R : 8;
   using Element = typename Key::Element;
   const std::int64_t d = block.head_dim, stride = block.key_stride;
   const auto* keys = static_cast<const Element*>(block.keys);
@@ -226,8 +227,12 @@ void strip(const ScanBlock& block, const float* query, std::int64_t head, std::i
     for (int i = 0; i < kLanes; ++i) sum[i] = _mm512_setzero_ps();
     // 8 rows at a time, at most: measured 10 to 20 % faster from DRAM than 16 at once. (Probably because 16 prefetches
     // in a row hold all of L1's fill buffers, and loads of what is in L2 already wait with them.)
-    multiply<Key, G, W, Listed>(query + head * d, d, row, next, ahead, sum);
-    if constexpr (W < R) multiply<Key, G, W, Listed>(query + head * d, d, row + W, next + W, ahead, sum + W);
+    if constexpr (G == 1) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r += W) multiply<Key, G, W, Listed>(query + head * d, d, row + r, next + r, ahead, sum + r);
+    } else {
+      multiply<Key, G, W, Listed>(query + head * d, d, row, next, ahead, sum);
+    }
     tiles[j / R] = sums_of(sum);
   }
 
@@ -284,6 +289,7 @@ void scan_rows(const ScanBlock& block, const float* query) {
       nullptr,
       strip<Key, 1, Listed>, strip<Key, 2, Listed>, strip<Key, 3, Listed>, strip<Key, 4, Listed>,
       strip<Key, 5, Listed>, strip<Key, 6, Listed>, strip<Key, 7, Listed>, strip<Key, 8, Listed>};
+  const Strip one_head = !Listed && reads_in_turn() ? strip<Key, 1, Listed, !Listed> : kStrips[1];
   const std::int64_t heads = heads_of_pass(block.group);
   const std::int64_t row_bytes = block.key_stride * static_cast<std::int64_t>(sizeof(typename Key::Element));
   if constexpr (Listed) fetch_first<Key>(block, rows_of_ahead<Key>(block.head_dim));
@@ -294,7 +300,7 @@ void scan_rows(const ScanBlock& block, const float* query) {
     if constexpr (!Listed) ahead = bytes_ahead(block, block.rows, row_bytes, j + kLanes, kLanes);
     for (std::int64_t g = 0; g < block.group; g += heads) {
       const std::int64_t n = block.group - g < heads ? block.group - g : heads;
-      kStrips[n](block, query, g, j, rows, ahead);
+      (n == 1 ? one_head : kStrips[n])(block, query, g, j, rows, ahead);
     }
   }
 }

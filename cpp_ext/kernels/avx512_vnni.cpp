@@ -81,10 +81,11 @@ struct Rows {
 // Fours of rows are transposed within the quarters of registers, in dwords: register k has dword k of each quarter, of
 // four rows. So a lane adds up one row, a quarter of its channels, and the four quarters of 16 rows are put together at
 // once. (Transposed farther, shuffles would cost more than they save.)
-template <int G, bool Listed>
+template <int G, bool Listed, bool InTurn = false>
 __attribute__((noinline)) void tile(const ScanBlock& block, const Rounded& rounded, const Rows& rows, std::int64_t head,
                                     std::int64_t first, int n) {
-  constexpr int kFours = G == 1 ? 4 : G <= 4 ? 2 : 1;  // at a time: so many sums that none waits for the one before
+  // At a time: so many sums that none waits for the one before; or InTurn, as nearly as rows can be (`reads_in_turn`).
+  constexpr int kFours = InTurn ? 1 : G == 1 ? 4 : G <= 4 ? 2 : 1;
   const std::int64_t d = block.head_dim;
   __m512i sums[kRows / 4][G];
 #pragma GCC unroll 1
@@ -182,6 +183,7 @@ void heads_int8(const ScanBlock& block, std::int64_t head) {
   round_heads<G>(block.query + head * block.head_dim, block.head_dim, rounded);
   const auto* keys = static_cast<const std::int8_t*>(block.keys);
   const std::int64_t listed_ahead = kListedAhead / block.head_dim + 1;
+  const bool in_turn = G == 1 && !Listed && reads_in_turn();
   Rows rows;
   for (std::int64_t j = 0; j < block.rows; j += kRows) {
     const int n = block.rows - j < kRows ? static_cast<int>(block.rows - j) : kRows;
@@ -198,7 +200,11 @@ void heads_int8(const ScanBlock& block, std::int64_t head) {
       }
     }
     if constexpr (!Listed) rows.ahead = bytes_ahead(block, block.rows, block.key_stride, j + kRows, kRows);
-    tile<G, Listed>(block, rounded, rows, head, j, n);
+    if (in_turn) {
+      tile<G, Listed, G == 1 && !Listed>(block, rounded, rows, head, j, n);
+    } else {
+      tile<G, Listed>(block, rounded, rows, head, j, n);
+    }
   }
 }
 

@@ -93,6 +93,13 @@ static inline __attribute__((always_inline)) void prefetch(const void* at, Ahead
   __builtin_prefetch(static_cast<const char*>(at) + ahead.far, 0, 2);
 }
 
+#if defined(__x86_64__)
+// Whether rows that one query head meets had best be read one after the other, as they lie in memory, not several
+// together: on an AMD EPYC that reaches 0.93 to 0.95 of the memory's rate in place of 0.75 to 0.82 (int8: 0.89 in place
+// of 0.82). On Intel's cores 8 together were 10 to 20 % faster than 16; one by one has not been measured there.
+static inline bool reads_in_turn() { return __builtin_cpu_is("amd"); }
+#endif
+
 using ScanFn = void (*)(const ScanBlock&);
 
 // out[g * head_dim + c] += sum_j weights[g * weight_stride + j] * values[list[j] * value_stride + c]
