@@ -100,6 +100,7 @@ struct BFloat16 {
   static constexpr int kParts = 3;               // of a query
   static constexpr int kPlanes = 1;              // that a key becomes
   static constexpr float kFactor = 1.0f;         // of the query
+  static constexpr bool kIntegers = false;       // sums are, until they meet the steps of keys and query
 };
 
 struct Float16 : BFloat16 {
@@ -112,6 +113,7 @@ struct Int8 {
   static constexpr std::int64_t kChannels = 64;
   static constexpr int kParts = 2;
   static constexpr int kPlanes = 1;
+  static constexpr bool kIntegers = true;
 };
 
 template <class Key>
@@ -128,7 +130,7 @@ struct Query {
     for (int g = 0; g < block.group; ++g) {
       const float* head = block.query + g * d;
       alignas(64) std::uint8_t parts[3][kMaxDim * 2];
-      if constexpr (sizeof(typename Key::Element) == 1) {
+      if constexpr (Key::kIntegers) {
         const RoundedHead rounded = round_head(head, d, reinterpret_cast<std::int8_t*>(parts[0]),
                                                reinterpret_cast<std::int8_t*>(parts[1]));
         step[g] = rounded.step;
@@ -201,7 +203,7 @@ inline void multiply(const Planes& planes, const std::uint8_t (*query)[kTileRows
     const auto add = [&](auto first, auto second, const std::uint8_t* rows) __attribute__((always_inline)) {
       Tiles::template load<4>(rows + kTileBytes * s, planes.stride);
       Tiles::template load<5>(rows + kTileBytes * s + half, planes.stride);
-      if constexpr (sizeof(typename Key::Element) == 1) {
+      if constexpr (Key::kIntegers) {
         Tiles::template add_bytes<first, 4, 6>();
         Tiles::template add_bytes<second, 5, 6>();
       } else {
@@ -230,7 +232,7 @@ inline __m512 add_parts(const float (*rows)[16]) {
   __m512 v[4];
   for (int r = 0; r < 4; ++r) v[r] = _mm512_load_ps(rows[r]);
   transpose_quarters(v);
-  if constexpr (sizeof(typename Key::Element) == 1) {
+  if constexpr (Key::kIntegers) {
     return _mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(v[0]), 8), _mm512_castps_si512(v[1])));
   } else {
@@ -269,7 +271,7 @@ inline void write(const ScanBlock& block, const Query<Key>& query, const float (
   heads_of_sums<Key>(sums, lacking, found);
   const auto lanes = static_cast<__mmask16>((1u << n) - 1);
   __m512 row_scales{};
-  if constexpr (sizeof(typename Key::Element) == 1) {
+  if constexpr (Key::kIntegers) {
     if (block.list) {
       const __m512i at = _mm512_maskz_loadu_epi32(lanes, block.list + first);
       row_scales = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), lanes, at, block.row_scales, sizeof(float));
@@ -279,7 +281,7 @@ inline void write(const ScanBlock& block, const Query<Key>& query, const float (
   }
   for (int h = 0; h < heads; ++h) {
     __m512 logits;
-    if constexpr (sizeof(typename Key::Element) == 1) {
+    if constexpr (Key::kIntegers) {
       const __m512 factor = _mm512_mul_ps(row_scales, _mm512_set1_ps(block.scale * query.step[head + h]));
       const __m512 shift = _mm512_set1_ps(block.scale * block.shifts[head + h]);
       logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(found[h])), factor, shift);
@@ -371,7 +373,7 @@ inline bool in_range(const ScanBlock& block) {
 
 template <class Tiles, class Key>
 void scan(const ScanBlock& block) {
-  constexpr KeyType kType = sizeof(typename Key::Element) == 1 ? KeyType::Int8
+  constexpr KeyType kType = Key::kIntegers ? KeyType::Int8
                             : Key::kPlanes == 3                ? KeyType::Float16
                                                                : KeyType::BFloat16;
   const ScanFn other = kAvx512Vnni.scan[static_cast<int>(kType)];

@@ -390,7 +390,7 @@ def torch_threads(config: Config, device: torch.device, scan_threads: int) -> in
     if isinstance(asked, str):
         if device.type == "cuda":
             return torch.get_num_threads()
-        named = os.environ.get("OMP_NUM_THREADS", "")
+        named = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further ones are of nested regions
         return min(most, max(1, int(named))) if named.isdigit() else most
     if asked > most:
         raise ConfigError(

@@ -231,7 +231,7 @@ def test_one_neighbour_is_seen_by_many_threads() -> None:
 @pytest.mark.parametrize(
     ("asked", "environment", "expected"),
     [("auto", None, 6), ("all", None, 6), ("all", "2", 2), ("auto", "2", 2), ("auto", "99", 6), ("auto", "0", 1),
-     (5, "2", 5), (1, None, 1)],
+     ("all", "3,1", 3), (5, "2", 5), (1, None, 1)],
 )  # fmt: skip
 def test_how_many_there_are(
     asked: str | int, environment: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
