@@ -63,7 +63,8 @@ class AttentionConfig:
     # more to hide behind, and the query is predicted worse.
     lookahead_layers: int = 1
     # How a later layer's query is predicted. x: its norm and Wq on this layer's input (the paper); delta: the same on x
-    # plus what the last token's residual gained in between; FILE.safetensors: on x, by maps of `calibrate`.
+    # plus what the last token's residual gained in between; prompt: on x, by maps that the prefill fits to the prompt;
+    # FILE.safetensors: by maps of `calibrate`.
     predictor: str = "x"
     dropped: Literal["share", "renormalise"] = "share"  # `logits`: whether dropped rows keep their denominator
 

@@ -36,8 +36,8 @@ RANGES: dict[str, tuple[str, Any]] = {
     "eviction.pool": ("an odd number of keys >= 1", lambda v: v >= 1 and v % 2 == 1),
     "attention.lookahead_layers": ("1 or 2", lambda v: v in (1, 2)),
     "attention.predictor": (
-        "'x', 'delta' or a file FILE.safetensors that hybridgen.calibrate wrote",
-        lambda v: v in ("x", "delta") or v.endswith(".safetensors"),
+        "'x', 'delta', 'prompt' or a file FILE.safetensors that hybridgen.calibrate wrote",
+        lambda v: v in ("x", "delta", "prompt") or v.endswith(".safetensors"),
     ),
     "cache.gpu_window": ("a number of tokens >= 1", lambda v: v >= 1),
     "cache.sinks": ("a number of tokens >= 0", lambda v: v >= 0),

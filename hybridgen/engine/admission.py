@@ -13,8 +13,9 @@ import torch
 from hybridgen.config import Config, with_settings
 from hybridgen.engine import build, memory_plan
 from hybridgen.engine.build import ModelChoice
-from hybridgen.engine.layer_modes import LayerMode, all_resident, asked_exact_layers, predictor_file
+from hybridgen.engine.layer_modes import LayerMode, all_resident, asked_exact_layers, fits_to_prompts, predictor_file
 from hybridgen.engine.memory_budget import Chosen, settle
+from hybridgen.engine.prompt_maps import FIT_TOKENS
 from hybridgen.errors import HybridGenError, InsufficientMemoryError
 from hybridgen.models.checkpoint import aliases
 from hybridgen.models.loading import weight_bytes
@@ -109,6 +110,8 @@ def admit(
     if (file := predictor_file(config)) is not None:
         layers, source = asked_exact_layers(config)
         notes.append(f"queries are predicted by {file}; exact layers {list(layers)}, from {source}")
+    if fits_to_prompts(config) and "lookahead" in modes:
+        notes.append(f"queries are predicted by maps fitted to the prompts, up to {FIT_TOKENS} tokens of them")
     full = memory_plan.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"

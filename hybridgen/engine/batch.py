@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hybridgen.attention.base import DecodePlace, LayerAttention
+from hybridgen.engine.prompt_maps import PromptMaps
 from hybridgen.engine.schedule import Schedule
 from hybridgen.engine.whole_step import WholeStep
 from hybridgen.kv_cache.layout import WindowLayout
+from hybridgen.models.base import QueryMap
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.transfer import TransferEngine
 from hybridgen.types import StepPlan
@@ -41,6 +43,8 @@ class MicroBatch:
         self.device, self.pieces = device, pieces
         #: [layers, B, hidden]: what the last token's residual stream changed by in each layer (predictor `delta`).
         self.changes: Tensor | None = None
+        #: What takes the place of Wq where these layers' queries are predicted.
+        self.query_maps: Mapping[int, QueryMap] = {}
         self._layout = layout
         self._index = torch.zeros(len(members), dtype=torch.int64, device=device)
 
@@ -86,6 +90,8 @@ class Batch:
         self.sinks = layout.sinks
         self.schedule = schedule
         self.plans: list[StepPlan] = []  # of the decode steps so far
+        #: The query maps of the micro-batches, where a prefill fits them (predictor `prompt`).
+        self.prompt_maps: PromptMaps | None = None
         self.micro_batches: list[MicroBatch] = []
         for start in range(0, len(capacities), size):
             members = range(start, min(start + size, len(capacities)))
@@ -113,6 +119,13 @@ class Batch:
         for micro_batch in self.micro_batches:
             shape = (layers, len(micro_batch.members), hidden_size)
             micro_batch.changes = torch.zeros(shape, dtype=dtype, device=micro_batch.device)
+
+    def predict_by(self, maps: Mapping[int, QueryMap] | PromptMaps) -> None:
+        """Maps in place of Wq for predicted queries: those of a file, or to be fitted by the prefill."""
+        if isinstance(maps, PromptMaps):
+            self.prompt_maps, maps = maps, maps.maps
+        for micro_batch in self.micro_batches:
+            micro_batch.query_maps = maps
 
     def host_lengths(self, layer: int) -> list[int]:
         """Rows of each sequence in the host tier of a layer, as its last scan saw them."""

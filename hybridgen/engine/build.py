@@ -310,7 +310,7 @@ def fitted_queries(
     if made_for != key:
         raise ConfigError(
             f"attention.predictor = {file}: made for checkpoint {made_for}, but this is {key}: python -m "
-            "hybridgen.calibrate makes one for this model (allowed without: 'x', 'delta')"
+            "hybridgen.calibrate makes one for this model (allowed without: 'x', 'delta', 'prompt')"
         )
     ahead, asked = query_maps.read_lookahead_layers(file), config.attention.lookahead_layers
     if ahead != asked:

@@ -67,6 +67,12 @@ def asked_exact_layers(config: Config) -> tuple[tuple[int, ...], str]:
     return (EXACT_LAYERS, "default") if file is None else (read_exact_layers(file), str(file))
 
 
+def fits_to_prompts(config: Config) -> bool:
+    """Whether queries are predicted by maps that each prefill fits (`engine/prompt_maps.py`)."""
+    attention = config.attention
+    return attention.executor == "hybrid" and attention.predictor == "prompt" and attention.lookahead != "off"
+
+
 def predictor_file(config: Config) -> Path | None:
     """The file of fitted maps (`hybridgen.calibrate`), where these predict queries."""
     attention = config.attention

@@ -22,6 +22,7 @@ from hybridgen.engine.generation import Generation, generate
 from hybridgen.engine.layer_factory import KVMemory, LayerFactory
 from hybridgen.engine.layer_modes import LayerMode, layer_modes
 from hybridgen.engine.prefill import Prefill
+from hybridgen.engine.prompt_maps import PromptMaps
 from hybridgen.engine.runner import Runner
 from hybridgen.engine.sampler import Sampler
 from hybridgen.engine.schedule import Schedule, is_steered
@@ -131,7 +132,7 @@ class LLM:
         self._layout = build.window_layout(config)
         make_schedule(config, self.modes, random_weights=weights.kind == "random")  # an error comes early
         chunk = build.prefill_chunk(config, self.device)
-        fitted = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
+        self._query_maps = build.fitted_queries(config, weights, self.modes, self.device, self.dtype)
         store = self._machine.weights
         self._prefill = (
             SyntheticPrefill(self.model, store, chunk, config.run.seed)
@@ -140,7 +141,7 @@ class LLM:
         )
         # Others that bring rows ahead of a layer do so when the one before it begins.
         ahead = config.attention.lookahead_layers if config.attention.executor == "hybrid" else 1
-        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, fitted, ahead)
+        self._runner = Runner(self.model, self._machine.weights, self.telemetry, chunk, ahead)
         skews = build.skews(config, weights, self.modes, self.device)
         self._layers = LayerFactory(config, self.spec, self.modes, self.device, self.dtype, self._machine.memory, skews)
         self._tokenizer: Tokenizer | None = None
@@ -250,8 +251,14 @@ class LLM:
         micro_batch = build.micro_batch_size(self.config, len(capacities))
         transfer = self._transfer
         batch = Batch(capacities, micro_batch, self._layout, self._layers, self.device, schedule, transfer)
-        if self.config.attention.predictor == "delta" and "lookahead" in self.modes:
+        predicted = [layer for layer, mode in enumerate(self.modes) if mode == "lookahead"]
+        attention = self.config.attention
+        if attention.predictor == "delta" and predicted:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
+        if attention.predictor == "prompt" and predicted:
+            batch.predict_by(PromptMaps(self.model, predicted, attention.lookahead_layers))
+        else:
+            batch.predict_by(self._query_maps)
         return batch
 
     def prefill(

@@ -12,7 +12,8 @@ from hybridgen.attention.tiered import Kernels
 from hybridgen.config import Config, with_settings
 from hybridgen.engine import build
 from hybridgen.engine.build import ModelChoice
-from hybridgen.engine.layer_modes import LayerMode, predictor_file
+from hybridgen.engine.layer_modes import LayerMode, fits_to_prompts, predictor_file
+from hybridgen.engine.prompt_maps import fit_bytes
 from hybridgen.engine.scheduling import most_fetched, names_candidates
 from hybridgen.kv_cache.host_keys import KeyStorage, key_parts, sketch_parts, value_part
 from hybridgen.kv_cache.layout import device_shape, host_shape, tensor_bytes
@@ -130,10 +131,13 @@ def plan_memory(
     attended = max(layer.num_heads * layer.head_dim for layer in spec.layers)
     repeated = max(layer.group_size for layer in spec.layers)  # KV heads are repeated where flash kernels are not
     on_flash = choice.device.type == "cuda" and dtype != torch.float32
-    fitted = 0
-    if predictor_file(config) is not None:
-        predicted = [layer for layer, mode in zip(spec.layers, modes, strict=True) if mode == "lookahead"]
+    fitted = fitting = 0
+    predicted = [layer for layer, mode in zip(spec.layers, modes, strict=True) if mode == "lookahead"]
+    if predicted and (fits_to_prompts(config) or predictor_file(config) is not None):
         fitted = sum(query_map_elements(layer, spec.hidden_size) for layer in predicted) * element
+    if predicted and fits_to_prompts(config):
+        width, ahead = max(layer.num_heads * layer.head_dim for layer in predicted), config.attention.lookahead_layers
+        fitting = fit_bytes(spec.hidden_size, width, batch * capacity, ahead, element)
     plan.device = {
         "weights": 0,
         "slots for streamed weights": 0,
@@ -154,6 +158,7 @@ def plan_memory(
         "prefill: queries and context": max(2 * capacity, 3 * chunk if chunk > capacity else 0) * attended * element,
         "prefill: keys in fewer bits": encoding,
         "prefill: scores": scoring,
+        "prefill: fitting query maps": fitting,
         "prefill: one piece": chunk * (widest + 4 * spec.hidden_size) * element,
         "LM head": batch * spec.vocab_size * 8,
     }

@@ -89,8 +89,12 @@ class Prefill:
             for micro_batch in batch.micro_batches
         ]
         places = KVPlaces(self.model, max(max(state.lengths) for state in states))
+        maps = [one.prompt_maps for one in (batch, *mirrors) if one.prompt_maps is not None]
+        fits = [fit for some in maps if (fit := some.fit([len(state.x) for state in states])) is not None]
         for layer in range(self.model.spec.num_layers):
             self._weights.issue(layer)
+            for fit in fits:
+                fit.before_layer(layer, self._weights.wait(layer), [state.x for state in states])
             for index, state in enumerate(states):
                 same = [mirror.micro_batches[index] for mirror in mirrors]
                 self.layer(layer, state, same, places)

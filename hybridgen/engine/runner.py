@@ -9,14 +9,14 @@ it computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridgen.engine.batch import Batch, MicroBatch
-from hybridgen.models.base import DecoderModel, QueryMap
+from hybridgen.models.base import DecoderModel
 from hybridgen.models.layers import causal_attention
 from hybridgen.offload.pieces import Pieces
 from hybridgen.offload.weights import LayerWeightStore
@@ -33,18 +33,13 @@ class Runner:
         weights: LayerWeightStore,
         telemetry: Telemetry,
         prefill_chunk: int,
-        fitted: Mapping[int, QueryMap],
         layers_ahead: int = 1,
     ) -> None:
-        """fitted: of layers whose query is predicted by these maps, which lie where they are for good.
-
-        layers_ahead: how many layers before its own a layer's query is predicted, or as many as there are.
-        """
+        """layers_ahead: how many layers before its own a layer's query is predicted, or as many as there are."""
         self.model = model
         self._weights = weights
         self._telemetry = telemetry
         self._prefill_chunk = prefill_chunk
-        self._fitted = fitted
         self._layers_ahead = layers_ahead
 
     @torch.inference_mode()
@@ -148,7 +143,7 @@ class Runner:
 
         def predict() -> Tensor:
             guess = x if changes is None else x + changes[running:layer].sum(0)
-            return self.model.query(layer, weights, guess, state.positions, self._fitted.get(layer))
+            return self.model.query(layer, weights, guess, state.positions, state.query_maps.get(layer))
 
         return state.pieces.run(("predict", layer), (x, *state.positions.tensors()), predict, lasts=False)
 
@@ -166,7 +161,7 @@ class _DecodeState:
 
     def __init__(self, model: DecoderModel, micro_batch: MicroBatch, tokens: Tensor, streamed: bool) -> None:
         """streamed: whether weights come and go."""
-        self.layers, self.changes = micro_batch.layers, micro_batch.changes
+        self.layers, self.changes, self.query_maps = micro_batch.layers, micro_batch.changes, micro_batch.query_maps
         self.pieces = Pieces() if streamed else micro_batch.pieces
         self.place = micro_batch.next_place()
         positions, members = model.positions(self.place.index), micro_batch.members

@@ -88,6 +88,16 @@ def test_greedy_tokens_by_fitted_maps(name: str, share: float, lookahead: str, d
     assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
 
 
+@pytest.mark.parametrize("lookahead", ["select", "logits"])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["llama-gqa3", "opt"])
+def test_greedy_tokens_by_maps_of_the_prompt(name: str, share: float, lookahead: str, directory: Path) -> None:
+    model = save_tiny_model(name, directory)
+    overrides: dict[str, object] = {"selection.keep": 0.2, "attention.lookahead": lookahead}
+    overrides |= {"attention.predictor": "prompt", "placement.weights_on_gpu": share}
+    assert generate(model, "cuda", **overrides) == generate(model, "cpu", **overrides)
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -97,9 +107,10 @@ def test_greedy_tokens_by_fitted_maps(name: str, share: float, lookahead: str, d
         {"cache.sketch": "int2", "cache.sketch_home": "gpu"},
         {"attention.lookahead": "logits"},
         {"attention.predictor": "delta", "runtime.micro_batch": 2},
+        {"attention.predictor": "prompt"},
         {"placement.weights_on_gpu": 0.3, "runtime.cuda_graphs": False},
     ],
-    ids=["select", "int8", "host int2", "gpu int2", "logits", "delta, micro-batches", "streamed weights"],
+    ids=["select", "int8", "host int2", "gpu int2", "logits", "delta, micro-batches", "prompt", "streamed weights"],
 )
 @pytest.mark.parametrize("keep", [1.0, 0.2])
 @pytest.mark.parametrize("name", ["llama-gqa2", "opt"])

@@ -75,6 +75,9 @@ WHOLE = {
         "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "delta",
         "model.exact_layers_mode": "select",
     },
+    "sketch, prompt": {
+        "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.predictor": "prompt",
+    },
     "sketch, two layers ahead": {
         "cache.sketch": "int2", "cache.sketch_home": "gpu", "attention.lookahead_layers": 2,
     },
