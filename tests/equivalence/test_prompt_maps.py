@@ -120,7 +120,8 @@ def test_the_fit_is_least_squares(tokens: int, channels: int, biased: bool) -> N
 def llm(zoo: ModelZoo, name: str = "llama-gqa2", **values: Any) -> LLM:
     given = {"runtime.device": "cpu", "model.dtype": "float32", "cache.gpu_window": 16, "runtime.worker_threads": 0}
     given |= {"attention.predictor": "prompt", "selection.keep": 0.1, "model.exact_layers": [0]}
-    return LLM(str(zoo.directory(name)), {**given, **{path.replace("__", "."): value for path, value in values.items()}})
+    given |= {path.replace("__", "."): value for path, value in values.items()}
+    return LLM(str(zoo.directory(name)), given)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-gqa2", "qwen2"])
