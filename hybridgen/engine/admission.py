@@ -111,7 +111,7 @@ def admit(
         layers, source = asked_exact_layers(config)
         notes.append(f"queries are predicted by {file}; exact layers {list(layers)}, from {source}")
     if fits_to_prompts(config) and "lookahead" in modes:
-        notes.append(f"queries are predicted by maps fitted to the prompts, up to {FIT_TOKENS} tokens of them")
+        notes.append(f"queries are predicted by maps fitted to a batch's prompts together, up to {FIT_TOKENS} tokens")
     full = memory_plan.plan_memory(choice, config, all_resident(len(modes)), batch, capacity)
     if set(modes) != {"resident"} and full.fits(*limits):
         where = "on this device" if choice.device.type == "cuda" else "in memory, which is the device here"

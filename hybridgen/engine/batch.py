@@ -120,10 +120,9 @@ class Batch:
             shape = (layers, len(micro_batch.members), hidden_size)
             micro_batch.changes = torch.zeros(shape, dtype=dtype, device=micro_batch.device)
 
-    def predict_by(self, maps: Mapping[int, QueryMap] | PromptMaps) -> None:
-        """Maps in place of Wq for predicted queries: those of a file, or to be fitted by the prefill."""
-        if isinstance(maps, PromptMaps):
-            self.prompt_maps, maps = maps, maps.maps
+    def predict_by(self, maps: Mapping[int, QueryMap], fitted: PromptMaps | None = None) -> None:
+        """Maps in place of Wq for predicted queries. fitted: whose they are, where a prefill fits them."""
+        self.prompt_maps = fitted
         for micro_batch in self.micro_batches:
             micro_batch.query_maps = maps
 

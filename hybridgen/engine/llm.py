@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hybridgen.config import Config, Setting, build_config, load_strategy, merge_settings
-from hybridgen.engine import build
+from hybridgen.engine import build, prompt_maps
 from hybridgen.engine.batch import Batch
 from hybridgen.engine.build import ModelChoice, ObtainedWeights
 from hybridgen.engine.generation import Generation, generate
 from hybridgen.engine.layer_factory import KVMemory, LayerFactory
-from hybridgen.engine.layer_modes import LayerMode, layer_modes
+from hybridgen.engine.layer_modes import LayerMode, fits_to_prompts, layer_modes
 from hybridgen.engine.prefill import Prefill
 from hybridgen.engine.prompt_maps import PromptMaps
 from hybridgen.engine.runner import Runner
@@ -150,6 +150,8 @@ class LLM:
         if shared is None and self.device.type == "cuda":
             self._transfer.follow()
             self.warm_up_s = self._runner.warm_up(config.run.seq or chunk)
+            if fits_to_prompts(config):
+                self.warm_up_s += prompt_maps.warm_up(self.device)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -255,10 +257,10 @@ class LLM:
         attention = self.config.attention
         if attention.predictor == "delta" and predicted:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
-        if attention.predictor == "prompt" and predicted:
-            batch.predict_by(PromptMaps(self.model, predicted, attention.lookahead_layers))
-        else:
-            batch.predict_by(self._query_maps)
+        batch.predict_by(self._query_maps)
+        if fits_to_prompts(self.config) and predicted:
+            fitted = PromptMaps(self.model, predicted, attention.lookahead_layers)
+            batch.predict_by(fitted.maps, fitted)
         return batch
 
     def prefill(

@@ -26,11 +26,11 @@ SELECT = Settings(window=16, keep=0.1, predictor="fitted")
 LOGITS = dataclasses.replace(SELECT, lookahead="logits")
 CASES = {
     "select, gqa2": Case("llama-gqa2", SELECT, RAGGED),
-    "select, opt, mass": Case("opt", dataclasses.replace(SELECT, keep=None, keep_mass=0.9), RAGGED),
+    "select, opt, mass": Case("opt", dataclasses.replace(SELECT, keep=None, keep_mass=0.9), RAGGED, seed=1),
     "select, gqa3, micro-batches": Case("llama-gqa3", SELECT, RAGGED, {"runtime__micro_batch": 2}),
     "select, qwen2, streamed weights": Case("qwen2", SELECT, RAGGED, {"placement__weights_on_gpu": 0.3}),
     "select, llama3, chunks": Case("llama3-rope", SELECT, RAGGED, {"runtime__prefill_chunk": 50}),
-    "select, opt, two ahead": Case("opt", dataclasses.replace(SELECT, lookahead_layers=2), RAGGED),
+    "select, opt, two ahead": Case("opt", dataclasses.replace(SELECT, lookahead_layers=2), RAGGED, seed=1),
     "logits, gqa2, append": Case("llama-gqa2", LOGITS, TURNS),
     "logits, qwen2, two ahead": Case("qwen2", dataclasses.replace(LOGITS, lookahead_layers=2), RAGGED),
     "logits, opt, exact 0 2": Case("opt", dataclasses.replace(LOGITS, exact_layers=(0, 2)), RAGGED),
@@ -50,12 +50,12 @@ def layer_inputs(model: DenseModel, tokens: Sequence[int]) -> list[Tensor]:
 
 
 def ridge(own: QueryMap, features: Tensor, true: Tensor, prior: float) -> tuple[Tensor, Tensor]:
-    """What `fitted_map` says, as plain least squares: the ridge is rows that want no change, of variance v."""
+    """What `fitted_map` says, as plain least squares: the ridge is rows that want no change."""
     bias = 0.0 if own.bias is None else own.bias
     wanted = true @ own.weight.T - features @ own.weight.T
-    channels = features.shape[1]
-    v = (features - features.mean(0)).square().mean()
-    rows = torch.cat([features, (prior * v).sqrt() * torch.eye(channels, dtype=features.dtype)])
+    channels, variances = features.shape[1], features.var(0, correction=0)
+    v = max(float(variances.sort().values[(channels - 1) // 2]), float(variances.mean()) / 100)  # the lower median
+    rows = torch.cat([features, (prior * v) ** 0.5 * torch.eye(channels, dtype=features.dtype)])
     rows = torch.cat([rows, torch.zeros(len(rows), 1, dtype=features.dtype)], 1)
     rows[: len(features), -1] = 1.0  # the constant, which is free
     targets = torch.cat([wanted, wanted.new_zeros(channels, wanted.shape[1])])
@@ -156,7 +156,8 @@ def test_of_a_long_prompt_some_tokens_from_all_of_it(zoo: ModelZoo, monkeypatch:
         found = batch.prompt_maps.maps[1]
         assert all(part.query_maps[1] is found for part in batch.micro_batches)
     model = zoo.dense("llama-gqa2")
-    rows = [[number * length // 32 for number in range(32)] for length in (200, 96)]
+    spread = [number * 296 // 64 for number in range(64)]
+    rows = [[row for row in spread if row < 200], [row - 200 for row in spread if row >= 200]]
     first, second = (
         torch.cat([layer_inputs(model, prompt)[at][some] for prompt, some in zip(prompts, rows, strict=True)])
         for at in (0, 1)
@@ -173,10 +174,79 @@ def test_prompts_of_hardly_any_token(zoo: ModelZoo, prompt: int) -> None:
     with llm(zoo) as engine:
         batch = engine.new_batch([200])
         logits = engine.prefill(batch, [random_tokens(engine.spec.vocab_size, prompt, seed=3)])
+        assert batch.prompt_maps is not None and len(batch.prompt_maps.maps) == engine.spec.num_layers - 1
+        for layer, (weight, bias) in batch.prompt_maps.maps.items():
+            assert bias is not None and weight.isfinite().all() and bias.isfinite().all()
+            own = engine.model.query_map(layer, engine.layer_weights.wait(layer)).weight
+            assert (weight - own).abs().max() <= (0.0 if prompt == 1 else 0.1 * own.abs().max())
         for _ in range(120):  # long enough for a host tier
             logits = engine.decode(batch, logits.argmax(1).tolist())
             assert logits.isfinite().all()
         assert max(batch.host_lengths(3)) > 0
+
+
+def test_until_a_prefill_has_fitted_all_of_them_the_layers_own_maps_predict(zoo: ModelZoo) -> None:
+    """A batch without a prompt, or whose first prefill was interrupted, decodes as with predictor `x`."""
+    tokens = random_tokens(zoo.dense("opt").vocab_size, 120, seed=5)
+    decoded = []
+    for predictor in ("prompt", "x"):
+        with llm(zoo, "opt", attention__predictor=predictor, attention__lookahead="logits") as engine:
+            batch = engine.new_batch([200])
+            if predictor == "prompt":
+                assert batch.prompt_maps is not None and not batch.prompt_maps.maps
+                for place in batch.prompt_maps.places.values():
+                    place.weight.fill_(torch.nan)
+
+                def interrupt(layer: int) -> None:
+                    if layer == 3:
+                        raise KeyboardInterrupt
+
+                with pytest.raises(KeyboardInterrupt):
+                    engine.prefill(batch, [tokens], progress=interrupt)
+                assert not batch.prompt_maps.maps and not batch.prompt_maps.tokens
+                batch = engine.new_batch([200])
+            decoded.append(torch.cat([engine.decode(batch, [token]) for token in tokens]))
+    assert torch.equal(*decoded)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_half_precision_the_maps_are_those_of_float32(zoo: ModelZoo, dtype: str) -> None:
+    fitted = []
+    for kind in ("float32", dtype):
+        with llm(zoo, "qwen2", model__dtype=kind) as engine:
+            batch = engine.new_batch([300])
+            engine.prefill(batch, [random_tokens(engine.spec.vocab_size, 250, seed=4)])
+            assert batch.prompt_maps is not None and batch.prompt_maps.maps[2].weight.dtype == engine.dtype
+            fitted.append(batch.prompt_maps.maps[2].weight.float())
+    assert (fitted[0] - fitted[1]).abs().max() < 0.03 * fitted[0].abs().max()
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e3, 1e6])
+def test_one_large_channel_does_not_keep_the_others_from_being_fitted(size: float) -> None:
+    """What can be learned of the others is, up to where rounding forbids it."""
+    seeded = torch.Generator().manual_seed(2)
+    features = torch.randn(3000, 64, generator=seeded)
+    true = features + 0.5 * features.roll(1, dims=1)
+    features[:, 9] *= size
+    true[:, 9] = features[:, 9]
+    own = QueryMap(torch.randn(16, 64, generator=seeded), None)
+    weight, bias = fitted_map(own, features, true)
+    wanted = true @ own.weight.T
+    before, after = (
+        (some - wanted).square().mean() for some in (features @ own.weight.T, features @ weight.T + bias)
+    )
+    assert after < (0.05 if size < 100 else 1.0) * before
+
+
+def test_a_channel_that_hardly_moves_is_given_no_large_weight() -> None:
+    """Its values are rounding, by which nothing can be predicted."""
+    seeded = torch.Generator().manual_seed(2)
+    features, true = (torch.randn(200, 32, generator=seeded) for _ in range(2))
+    features[:, 7] = 5.0 + 1e-6 * torch.randn(200, generator=seeded)
+    own = torch.randn(16, 32, generator=seeded)
+    weight, bias = fitted_map(QueryMap(own, None), features, true)
+    assert (weight - own)[:, 7].abs().max() < 0.01
+    assert bias.isfinite().all()
 
 
 def test_strategies_that_continue_from_one_prefill_have_maps_of_their_own(zoo: ModelZoo) -> None:
