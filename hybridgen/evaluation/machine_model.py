@@ -330,7 +330,10 @@ class _Job:
         return Load(h2d=h2d, d2h=d2h, dram=(streamed + 2 * hidden + on_disk) / hardware.host_dram, disk=disk)
 
     def prefill(self, layer: LayerSpec, mode: LayerMode, elements: int) -> Load:
-        """In one layer: products of every token, causal attention, weights once, KV to the host."""
+        """In one layer: products of every token, causal attention, weights once, KV to the host.
+
+        What fits the maps of predictor `prompt` is not counted.
+        """
         spread, hardware, element, tokens = self.spread, self.hardware, self.element, self.batch * self.prompt
         rows = 0 if mode in ("resident", "evicting") else build.window_layout(self.config).host_rows(self.prompt)
         kv = self.batch * rows * layer.kv_bytes_per_token(element)
