@@ -157,7 +157,9 @@ class TaskData:
 
 
 def load_task(task: Task, folder: Path, limit: int | None = None, num_fewshot: int = 0, seed: int = 0) -> TaskData:
-    """The first `limit` questions of the task's file in `folder`; ConfigError if it is not there or is not sound.
+    """The first `limit` questions of the task's file in `folder`.
+
+    ConfigError: that file, or the one that its examples come from, is not there or is not sound.
 
     The same examples, drawn with `seed`, stand before all questions, so that they need be computed only once; a
     question that is itself among them gets one that was drawn beside them instead.
@@ -168,9 +170,13 @@ def load_task(task: Task, folder: Path, limit: int | None = None, num_fewshot: i
     pool = questions
     if num_fewshot and (name := task.examples.get(file.name.removesuffix(".gz"))) is not None:
         examples_file = next((path for path in _spellings(folder, name) if path.is_file()), None)
-        if examples_file is not None:
-            pool, of_examples = _read(task, examples_file)
-            digest = hashlib.sha256((digest + of_examples).encode()).hexdigest()
+        if examples_file is None:  # other examples are other figures
+            raise ConfigError(
+                f"--num-fewshot {num_fewshot}: {folder} has no {name} (or {name}.gz), where the examples for the "
+                f"questions of {file.name} come from (allowed without it: 0)"
+            )
+        pool, of_examples = _read(task, examples_file)
+        digest = hashlib.sha256((digest + of_examples).encode()).hexdigest()
     drawn = _draw(task, pool, num_fewshot, seed, examples_file or file)
     prefixes = []
     for question in questions[:limit]:

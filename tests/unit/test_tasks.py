@@ -106,8 +106,9 @@ def test_examples_come_from_the_training_split_where_there_is_one(tmp_path: Path
         ]
 
     write(tmp_path, "copa_validation.jsonl", copa("Validation"))
-    without = load_task(find_task("copa"), tmp_path, num_fewshot=2)
-    assert without.examples_file is None and without.prefixes[0].count("Validation") == 2
+    with pytest.raises(ConfigError, match=r"--num-fewshot 2: .* has no copa_train\.jsonl .*copa_validation\.jsonl"):
+        load_task(find_task("copa"), tmp_path, num_fewshot=2)
+    without = load_task(find_task("copa"), tmp_path)
     write(tmp_path, "copa_train.jsonl", copa("Train"))
     data = load_task(find_task("copa"), tmp_path, num_fewshot=2)
     assert data.examples_file == tmp_path / "copa_train.jsonl" and data.digest != without.digest
