@@ -452,6 +452,7 @@ def test_child_of_a_fork_does_not_hang():
 def test_ctrl_c_ends_a_wait():
     code = SETUP + (
         "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "job = case.submit(worker, hold=True)\n"
         f"threading.Timer(0.3, os.kill, [os.getpid(), {int(signal.SIGINT)}]).start()\n"
         "try: worker.wait(job)\n"
