@@ -461,6 +461,17 @@ class DenseModel:
         tied = "lm_head.weight" not in self.weights
         return F.linear(x, self.weights[f"{self.prefix}.embed_tokens.weight" if tied else "lm_head.weight"])
 
+    def layer_inputs(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Of full attention: what each layer is given, [tokens, hidden]."""
+        x, inputs = self.embed(tokens, 0), []
+        unseen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        for layer in range(self.num_layers):
+            inputs.append(x)
+            key, value = (each.repeat_interleave(self.group, 0) for each in self.key_value(layer, x, 0))
+            logits = self.query(layer, x, 0) @ key.transpose(1, 2) * self.head_dim**-0.5
+            x = self.after_attention(layer, x, logits.masked_fill(unseen, -torch.inf).softmax(-1) @ value)
+        return inputs
+
     def _heads(self, name: str, normed: Tensor, first: int, rotate: bool) -> Tensor:
         return self._as_heads(self.linear(name, normed), first, rotate)
 

@@ -37,18 +37,6 @@ CASES = {
 }
 
 
-def layer_inputs(model: DenseModel, tokens: Sequence[int]) -> list[Tensor]:
-    """Of full attention, [T, hidden] for each layer, float64."""
-    x, inputs = model.embed(tokens, 0), []
-    unseen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-    for layer in range(model.num_layers):
-        inputs.append(x)
-        key, value = (part.repeat_interleave(model.group, 0) for part in model.key_value(layer, x, 0))
-        logits = model.query(layer, x, 0) @ key.transpose(1, 2) * model.head_dim**-0.5
-        x = model.after_attention(layer, x, logits.masked_fill(unseen, -torch.inf).softmax(-1) @ value)
-    return inputs
-
-
 def ridge(own: QueryMap, features: Tensor, true: Tensor, prior: float) -> tuple[Tensor, Tensor]:
     """What `fitted_map` says, as plain least squares: the ridge is rows that want no change."""
     bias = 0.0 if own.bias is None else own.bias
@@ -65,7 +53,7 @@ def ridge(own: QueryMap, features: Tensor, true: Tensor, prior: float) -> tuple[
 
 def oracle_maps(model: DenseModel, groups: Sequence[Sequence[Sequence[int]]], ahead: int) -> dict[int, Any]:
     """groups: the prompts of each micro-batch. All of their tokens are few enough to be fitted to."""
-    each = [layer_inputs(model, prompt) for prompts in groups for prompt in prompts]
+    each = [model.layer_inputs(prompt) for prompts in groups for prompt in prompts]
     inputs = [torch.cat(parts) for parts in zip(*each, strict=True)]
     maps = {}
     for layer in range(1, model.num_layers):
@@ -159,7 +147,7 @@ def test_of_a_long_prompt_some_tokens_from_all_of_it(zoo: ModelZoo, monkeypatch:
     spread = [number * 296 // 64 for number in range(64)]
     rows = [[row for row in spread if row < 200], [row - 200 for row in spread if row >= 200]]
     first, second = (
-        torch.cat([layer_inputs(model, prompt)[at][some] for prompt, some in zip(prompts, rows, strict=True)])
+        torch.cat([model.layer_inputs(prompt)[at][some] for prompt, some in zip(prompts, rows, strict=True)])
         for at in (0, 1)
     )
     own = QueryMap(model.weights["model.layers.1.self_attn.q_proj.weight"], None)

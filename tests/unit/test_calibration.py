@@ -85,18 +85,6 @@ def sequences(vocabulary: int, count: int, seed: int, length: int = CONTEXT) -> 
     return [random_tokens(vocabulary, length, seed + index) for index in range(count)]
 
 
-def layer_inputs(model: DenseModel, ids: list[int]) -> list[torch.Tensor]:
-    """Of every layer [T, hidden], in float64."""
-    x, inputs = model.embed(ids, 0), []
-    unseen = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
-    for layer in range(model.num_layers):
-        inputs.append(x)
-        key, value = (each.repeat_interleave(model.group, 0) for each in model.key_value(layer, x, 0))
-        logits = model.query(layer, x, 0) @ key.transpose(1, 2) * model.head_dim**-0.5
-        x = model.after_attention(layer, x, logits.masked_fill(unseen, -torch.inf).softmax(-1) @ value)
-    return inputs
-
-
 @pytest.mark.parametrize(
     ("name", "share"), [("llama-gqa2", 1.0), ("opt", 1.0), ("qwen2", 0.4), ("llama-gqa3", 1.0)]
 )
@@ -109,8 +97,8 @@ def test_fitted_maps_and_how_they_are_judged(models: Callable[[str], Path], name
     with LLM(str(models(name)), values, "full") as llm:
         fits = fit_query_maps(llm, texts)
     assert [fit.layer for fit in fits] == list(range(1, dense.num_layers))
-    fit_inputs = [layer_inputs(dense, ids) for ids in texts.fit]
-    judge_inputs = [layer_inputs(dense, ids) for ids in texts.judge]
+    fit_inputs = [dense.layer_inputs(ids) for ids in texts.fit]
+    judge_inputs = [dense.layer_inputs(ids) for ids in texts.judge]
     for fit in fits:
         layer = fit.layer
         assert fit.map.bias is not None
