@@ -8,11 +8,10 @@
 namespace hybridgen {
 namespace {
 
-// The dispatch list, best first: a new ISA is a file in kernels/ and a line here. AMX has passed its tests in emulation
-// and has not run on a CPU that has it: by name alone, until it has.
+// The dispatch list, best first: a new ISA is a file in kernels/ and a line here.
 const IsaKernels* const kKnown[] = {
 #if defined(__x86_64__)
-    &kAvx512Vnni, &kAmx, &kAvx512, &kAvx2, &kAmxEmulated,
+    &kAmx, &kAvx512Vnni, &kAvx512, &kAvx2, &kAmxEmulated,
 #endif
     &kScalar,
 };

@@ -35,6 +35,7 @@ OPT4K = ("--model", "opt-13b", "--seq", "4k", "--batch", "8", "--gpu-memory", "3
 OPT512 = ("--model", "opt-13b", "--seq", "512", "--batch", "8")
 OPT768 = ("--model", "opt-13b", "--seq", "768", "--batch", "8")
 OPT1K = ("--model", "opt-13b", "--seq", "1k", "--batch", "8")
+ONE = ("--set", "runtime.micro_batch=8")
 TWO = ("--set", "runtime.micro_batch=4")
 BUDGET = ("--gpu-memory", "32GiB", "--gpu-window", "512")
 TENTH = ("--keep", "0.1")
@@ -82,8 +83,10 @@ ROWS = (
     Row("opt-13b 4k x 8 moe-lightning", (*OPT4K, "--strategy", "moe-lightning")),
     Row("opt-13b 4k x 8 moe-lightning, two", (*OPT4K, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 512 x 8 aoc", (*OPT512, "--strategy", "aoc", "--gpu-window", "64")),
+    Row("opt-13b 512 x 8 moe-lightning, one", (*OPT512, "--strategy", "moe-lightning", *ONE)),
     Row("opt-13b 512 x 8 moe-lightning, two", (*OPT512, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 768 x 8 aoc", (*OPT768, "--strategy", "aoc", "--gpu-window", "64")),
+    Row("opt-13b 768 x 8 moe-lightning, one", (*OPT768, "--strategy", "moe-lightning", *ONE)),
     Row("opt-13b 768 x 8 moe-lightning, two", (*OPT768, "--strategy", "moe-lightning", *TWO)),
     Row("opt-13b 1k x 8 aoc", (*OPT1K, "--strategy", "aoc", "--gpu-window", "64")),
     Row("opt-13b 1k x 8 moe-lightning, two", (*OPT1K, "--strategy", "moe-lightning", *TWO)),

@@ -68,6 +68,10 @@ def _run(argv: list[str]) -> int:
         command.add_argument("--save", metavar="NAME", help="write the rates into configs/hardware/NAME.json, too")
         if name == "cpu":
             command.add_argument("--isa", default="", metavar="ISA", help="kernels of this instruction set, or all")
+            command.add_argument(
+                "--logits", choices=("fp16", "fp32"),
+                help="what scans write: fp16 below maxima of blocks, as for a GPU (default with one), or fp32",
+            )  # fmt: skip
     commands.add_parser("hardware", help="a table of the machines in configs/hardware")
     arguments = parser.parse_args(argv)
     if arguments.command == "hardware":
@@ -100,6 +104,8 @@ class _Bench:
         if self.command == "link" and self.gpu is None:
             raise ConfigError("bench link needs a CUDA device, and there is none here")
         self.isas = _isas(arguments.isa) if self.command == "cpu" else [""]
+        asked = arguments.logits if self.command == "cpu" else None
+        self.logits: str = asked or ("fp32" if self.gpu is None else "fp16")
         self.gib, self.note = _walk_gib(arguments.gib)
         self.started_s = time.perf_counter()
 
@@ -107,6 +113,8 @@ class _Bench:
         print(f"{info.cpu_info().model}, {self.cores} cores, {selected_isa()}; GPU: {self.gpu or 'none'}")
         if self.note:
             print(self.note)
+        if self.command == "cpu":
+            print(f"scans write logits in {self.logits}")
         rows = self._cpu() if self.command == "cpu" else self._link()
         ceiling = read_ceiling(rows)
         print(cpu_table(rows) if self.command == "cpu" else link_table(rows))
@@ -120,6 +128,7 @@ class _Bench:
             "walked_gib": self.gib,
             "note": self.note,
             "quick": self.quick,
+            "logits": self.logits if self.command == "cpu" else None,
             "seconds": round(seconds, 1),
             "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": current_commit(),
@@ -149,7 +158,7 @@ class _Bench:
         with _bar(1 + reads + len(every) * len(counts) * len(self.isas), "bench cpu") as bar:
             step = _steps(bar)
             step("mapping memory")
-            pool = cpu.KeyPool(every, walk_bytes)
+            pool = cpu.KeyPool(every, walk_bytes, in_half=self.logits == "fp16")
             pool.fill("fp16")
             loops = cpu.read_loops(self.quick)
             rows = cpu.measure_reads(pool, walk_bytes, counts, counts[-1:] if self.quick else counts, loops, step)
@@ -282,13 +291,18 @@ def _gbps(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+def _beside(row: Row, with_logits: bool = False) -> float:
+    """Of the reads between the walks; with_logits: bytes read and written, not those read alone."""
+    return (row.fraction_beside or 0.0) * (1.0 + (row.written_per_read or 0.0 if with_logits else 0.0))
+
+
 def cpu_table(rows: Sequence[Row]) -> str:
     """GB/s by threads: the best read loop, then a line for each kernel, key type and shape."""
     counts = sorted({row.threads for row in rows if row.threads is not None})
     lines = []
     reads = [row for row in rows if row.kernel == "read"]
     by_threads = [max((row.gbps for row in reads if row.threads == n), default=None) for n in counts]
-    lines.append(["read, best loop", "", "", *map(_gbps, by_threads), "1.00", "", ""])
+    lines.append(["read, best loop", "", "", *map(_gbps, by_threads), "1.00", "", "", ""])
     scans = [row for row in rows if row.kernel != "read"]
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in scans:
@@ -296,7 +310,7 @@ def cpu_table(rows: Sequence[Row]) -> str:
     for (kernel, isa, key_type, shape), same in groups.items():
         by_count = {row.threads: row.gbps for row in same}
         best = max(same, key=lambda row: row.gbps)
-        beside = max((row.fraction_beside for row in same if row.fraction_beside is not None), default=None)
+        nearest = max((row for row in same if row.fraction_beside is not None), key=_beside, default=None)
         torch_best = max((row.torch_gbps for row in same if row.torch_gbps is not None), default=None)
         lines.append(
             [
@@ -305,12 +319,12 @@ def cpu_table(rows: Sequence[Row]) -> str:
                 shape,
                 *(_gbps(by_count.get(n)) for n in counts),
                 f"{best.fraction_of_ceiling or 0:.2f}",
-                "-" if beside is None else f"{beside:.2f}",
+                *(("-", "-") if nearest is None else (f"{_beside(nearest):.2f}", f"{_beside(nearest, True):.2f}")),
                 _gbps(torch_best),
             ]
         )
     columns = [f"{n} thread{'s' if n > 1 else ''}" for n in counts]
-    head = ["GB/s", "keys", "shape", *columns, "of the ceiling", "of reads beside", "torch, best"]
+    head = ["GB/s", "keys", "shape", *columns, "of the ceiling", "of reads beside", "and written", "torch, best"]
     ceiling = read_ceiling(rows)
     said = f"read ceiling: {ceiling.gbps:.1f} GB/s, {ceiling.threads} threads, {ceiling.shape}\n" if ceiling else ""
     return said + _table(head, lines)

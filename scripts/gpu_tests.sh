@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The GPU tests in N processes at once (default 4), each on its share of the CPUs; a skip counts as a failure.
-# Logs go to $OUT, or to build/gpu_tests.
+# Logs go to $OUT, or to build/gpu_tests. Words of pytest's after N choose some of them.
+#   bash scripts/gpu_tests.sh [N [-k EXPRESSION ...]]
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +11,7 @@ parts="${1:-4}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 
-mapfile -t tests < <("$PYTHON" -m pytest tests/gpu -m gpu --collect-only -o addopts= -q | grep '::')
+mapfile -t tests < <("$PYTHON" -m pytest tests/gpu -m gpu --collect-only -o addopts= -q "${@:2}" | grep '::')
 mapfile -t cpus < <(taskset -cp $$ | sed 's/.*: //' | tr ',' '\n' | awk -F- '{for (i = $1; i <= ($2 ? $2 : $1); i++) print i}')
 each=$((${#cpus[@]} / parts))
 [ "${#tests[@]}" -gt 0 ] && [ "$each" -gt 0 ] || { echo "gpu_tests: no tests, or fewer CPUs than parts" >&2; exit 1; }

@@ -551,7 +551,6 @@ float shrink(const float* x, std::int64_t n, std::uint16_t* out) {
 void finish() { finish_stores(); }
 
 #include "sketch512.h"
-#include "sketch_dots512.h"
 
 constexpr ScanFn kScan[kKeyTypes] = {scan<Float32>, scan<Float16>,  scan_bf16,
                                      scan<Int8>,    scan_sketch<4>, scan_sketch<2>};

@@ -32,7 +32,6 @@ inline __attribute__((always_inline)) __m512i dot(__m512i sums, __m512i codes, _
 #include "stores512.h"
 #include "int8_query512.h"
 #include "sketch512.h"
-#include "sketch_dots512.h"
 
 constexpr int kRows = 16;                       // of a tile: a lane each of its logits
 constexpr std::int64_t kMaxInt8Dim = 512;       // sums of 128 * kMostQuery a channel stay within 32 bits
@@ -42,10 +41,10 @@ constexpr std::int64_t kListedAhead = 6 << 10;  // bytes of listed rows between 
 struct Rounded {
   // For each line of channels, each k < 4 and each head two registers, high and low: in each 128-bit quarter, the bytes
   // of channels 4k to 4k + 3 of the quarter's 16, four times. Zeros beyond head_dim.
-  __m512i bytes[kMaxInt8Dim / kLine * 4 * kSketchHeads * 2];
+  __m512i bytes[kMaxInt8Dim / kLine * 4 * kPassHeads * 2];
   // What sums begin with. Codes meet the query as code + 128, unsigned: this takes that away, in the first quarter.
-  __m512i start[kSketchHeads];
-  float step[kSketchHeads];
+  __m512i start[kPassHeads];
+  float step[kPassHeads];
 };
 
 // G heads of `query`.
@@ -220,11 +219,11 @@ void fetch_first(const ScanBlock& block) {
 template <bool Listed>
 void scan_int8_rows(const ScanBlock& block) {
   using Heads = void (*)(const ScanBlock&, std::int64_t);
-  static constexpr Heads kHeads[kSketchHeads + 1] = {
+  static constexpr Heads kHeads[kPassHeads + 1] = {
       nullptr,
       heads_int8<1, Listed>, heads_int8<2, Listed>, heads_int8<3, Listed>, heads_int8<4, Listed>,
       heads_int8<5, Listed>, heads_int8<6, Listed>, heads_int8<7, Listed>, heads_int8<8, Listed>};
-  const std::int64_t passes = (block.group + kSketchHeads - 1) / kSketchHeads;
+  const std::int64_t passes = (block.group + kPassHeads - 1) / kPassHeads;
   const std::int64_t heads = (block.group + passes - 1) / passes;
   if constexpr (Listed) fetch_first(block);
   for (std::int64_t g = 0; g < block.group; g += heads) {

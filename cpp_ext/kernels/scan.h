@@ -149,7 +149,7 @@ extern const IsaKernels kScalar;
 extern const IsaKernels kAvx2;
 extern const IsaKernels kAvx512;
 extern const IsaKernels kAvx512Vnni;  // kAvx512 with other kernels for int8 keys and sketches
-extern const IsaKernels kAmx;         // kAvx512Vnni with other kernels for grouped queries
+extern const IsaKernels kAmx;         // kAvx512Vnni with another kernel for int8 keys of grouped queries
 extern const IsaKernels kAmxEmulated;  // which it tells apart from their instructions; for tests
 IsaKernels with_integers(IsaKernels kernels);  // avx512_vnni.cpp's in their place
 #endif

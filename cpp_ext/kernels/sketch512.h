@@ -1,11 +1,13 @@
-// Scans of sketches, as far as they are the same with registers of 512 bits and with tiles: included by avx512.cpp,
-// avx512_vnni.cpp and amx.cpp within their target regions and anonymous namespaces. No other file may include it, hence
-// no guard.
+// Scans of sketches in registers of 512 bits, for avx512.cpp and avx512_vnni.cpp: included by each within its target
+// region and its anonymous namespace, after `dot(sums, codes, weights)`, which adds four products of unsigned codes and
+// signed weights to each 32-bit sum, `kMostCode`, the largest code that it can take, and stores512.h. No other file may
+// include it, hence no guard.
 //
 // A block is 64 tokens x head_dim channels, 2.5 KiB for int2 and 128 channels. First the query is folded into the
-// block's scales and zeros for each head; then the codes meet the weights, which sketch_dots512.h and amx.cpp say how.
+// block's scales and zeros for each head; then for each quad of channels the codes are unpacked once, T registers of 16
+// tokens, and meet the weights of G heads: G * T accumulators.
 
-constexpr int kSketchHeads = 8;  // heads that share an unpacked code
+constexpr int kPassHeads = 8;  // heads that share an unpacked code
 
 struct Folded {
   float step;
@@ -72,17 +74,80 @@ inline __attribute__((always_inline)) void fold(const float* query, const unsign
 template <int Bits, int G>
 constexpr bool kStreamed = 16 * G <= 8 * Bits;
 
-// 16 tokens of a head, whose sums are 2^places too large.
+// Tokens from 16 * First on, 16 * T of them, of the block at `codes`, for the G heads with these weights. `ahead`:
+// to what is prefetched beside each load.
+template <int Bits, int G, int T, int First>
+inline __attribute__((always_inline)) void part(const unsigned char* codes, std::int64_t d,
+                                                const std::int8_t (*weights)[kMaxSketchDim], const Folded* folded,
+                                                const float* shifts, float scale, Ahead ahead, float* out,
+                                                std::int64_t out_stride) {
+  constexpr int kPlaces = 8 / Bits;
+  constexpr int kLargest = (1 << Bits) - 1;
+  const auto in_place = [](int t) __attribute__((always_inline)) {
+    return (kLargest << (Bits * ((First + t) % kPlaces))) <= kMostCode;
+  };
+  __m512i sums[G][T];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) sums[g][t] = _mm512_setzero_si512();
+  }
+  for (std::int64_t c = 0; c < d; c += 4) {
+    const unsigned char* vectors = codes + 8 * Bits * c;
+    __m512i code[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      const int vector = (First + t) / kPlaces;
+      const int place = (First + t) % kPlaces;
+      if (place == 0) prefetch(vectors + 64 * vector, ahead);
+      const __m512i packed = _mm512_loadu_si512(vectors + 64 * vector);
+      // A code may stay where it is in its byte: its sums are then a power of two larger.
+      code[t] = in_place(t) ? _mm512_and_si512(packed, _mm512_set1_epi8(static_cast<char>(kLargest << (Bits * place))))
+                            : _mm512_and_si512(_mm512_srli_epi16(packed, Bits * place), _mm512_set1_epi8(kLargest));
+      asm("" : "+v"(code[t]));  // one unpacking, not one for each head
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      std::int32_t four;
+      __builtin_memcpy(&four, weights[g] + c, sizeof four);
+      const __m512i weight = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) sums[g][t] = dot(sums[g][t], code[t], weight);
+    }
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+    const __m512 base = _mm512_set1_ps(scale * (folded[g].base + shifts[g]));
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      const float size = in_place(t) ? 1.0f / static_cast<float>(1 << (Bits * ((First + t) % kPlaces))) : 1.0f;
+      const __m512 step = _mm512_set1_ps(scale * folded[g].step * size);
+      const __m512 logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[g][t]), step, base);
+      float* to = out + g * out_stride + 16 * (First + t);
+      if (kStreamed<Bits, G>) {
+        store_line(to, logits, out_stride);
+      } else {
+        _mm512_storeu_ps(to, logits);
+      }
+    }
+  }
+}
+
+// All 64 tokens of the block at `codes` for the G heads from `head` on: out[g * out_stride + j].
 template <int Bits, int G>
-inline __attribute__((always_inline)) void write_tokens(__m512i sums, int places, const Folded& folded, float shift,
-                                                        float scale, float* out, std::int64_t out_stride) {
-  const __m512 base = _mm512_set1_ps(scale * (folded.base + shift));
-  const __m512 step = _mm512_set1_ps(scale * folded.step * (1.0f / static_cast<float>(1 << places)));
-  const __m512 logits = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), step, base);
-  if (kStreamed<Bits, G>) {
-    store_line(out, logits, out_stride);
-  } else {
-    _mm512_storeu_ps(out, logits);
+void block_logits(const ScanBlock& block, std::int64_t head, const unsigned char* codes, Ahead ahead, float* out,
+                  std::int64_t out_stride) {
+  const std::int64_t d = block.head_dim;
+  alignas(64) std::int8_t weights[G][kMaxSketchDim];
+  Folded folded[G];
+  fold<G>(block.query + head * d, codes + sketch_code_bytes(Bits, d), d, 0.5f * ((1 << Bits) - 1), ahead, weights,
+          folded);
+  const float* shifts = block.shifts + head;
+  if constexpr (G <= 5) {
+    part<Bits, G, 4, 0>(codes, d, weights, folded, shifts, block.scale, ahead, out, out_stride);
+  } else {  // all would not fit the registers
+    part<Bits, G, 2, 0>(codes, d, weights, folded, shifts, block.scale, ahead, out, out_stride);
+    part<Bits, G, 2, 2>(codes, d, weights, folded, shifts, block.scale, ahead, out, out_stride);
   }
 }
 
@@ -92,19 +157,16 @@ inline void fetch_block(const unsigned char* at, std::int64_t bytes) {
   _mm_prefetch(at + bytes - 1, _MM_HINT_T0);
 }
 
-// Dots::logits<Bits, G>(block, head, codes, ahead, out, out_stride): of all 64 tokens of the block at `codes` for the G
-// heads from `head` on, out[g * out_stride + j].
-template <int Bits, class Dots>
-void scan_blocks(const ScanBlock& block) {
+template <int Bits>
+void scan_sketch(const ScanBlock& block) {
   using Logits = void (*)(const ScanBlock&, std::int64_t, const unsigned char*, Ahead, float*, std::int64_t);
-  static constexpr Logits kLogits[kSketchHeads + 1] = {
+  static constexpr Logits kLogits[kPassHeads + 1] = {
       nullptr,
-      Dots::template logits<Bits, 1>, Dots::template logits<Bits, 2>, Dots::template logits<Bits, 3>,
-      Dots::template logits<Bits, 4>, Dots::template logits<Bits, 5>, Dots::template logits<Bits, 6>,
-      Dots::template logits<Bits, 7>, Dots::template logits<Bits, 8>};
+      block_logits<Bits, 1>, block_logits<Bits, 2>, block_logits<Bits, 3>, block_logits<Bits, 4>,
+      block_logits<Bits, 5>, block_logits<Bits, 6>, block_logits<Bits, 7>, block_logits<Bits, 8>};
   const auto* blocks = static_cast<const unsigned char*>(block.keys);
   const std::int64_t bytes = sketch_bytes(Bits, block.head_dim);
-  const std::int64_t passes = (block.group + kSketchHeads - 1) / kSketchHeads;
+  const std::int64_t passes = (block.group + kPassHeads - 1) / kPassHeads;
   const std::int64_t heads = (block.group + passes - 1) / passes;
 
   std::int64_t j = 0;
@@ -128,7 +190,7 @@ void scan_blocks(const ScanBlock& block) {
         kLogits[n](block, g, codes, ahead, out, block.out_stride);
         continue;
       }
-      alignas(64) float all[kSketchHeads * kSketchTokens];
+      alignas(64) float all[kPassHeads * kSketchTokens];
       kLogits[n](block, g, codes, ahead, all, kSketchTokens);
       for (std::int64_t i = j; i < end; ++i) {
         const std::int64_t token = (block.list ? std::int64_t{block.list[i]} : i) % kSketchTokens;

@@ -1,9 +1,7 @@
-// The eight tile registers of AMX, each 16 rows of 64 bytes, or the first five of them fewer rows; and the same in plain
-// C++, so that what is built on them can be tested on a CPU that has none. No flag of the compiler is needed: the
-// instructions are spelled out. For amx.cpp alone.
+// The eight tile registers of AMX, each 16 rows of 64 bytes; and the same in plain C++, so that what is built on them can
+// be tested on a CPU that has none. No flag of the compiler is needed: the instructions are spelled out. For amx.cpp alone.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -12,12 +10,11 @@ namespace hybridgen {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row: 16 sums, 32 bf16 or 64 int8
-constexpr int kShortTiles = 5;  // may have fewer rows, each of which takes a product a cycle
+constexpr int kTileBytes = 64;  // of a row: 16 sums or 64 int8
 
 // Tiles of the CPU. A thread's are its own, and lost when it calls `release`.
 struct CpuTiles {
-  static void configure(int short_rows = kTileRows) {
+  static void configure() {
     struct alignas(64) {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {};
@@ -26,7 +23,7 @@ struct CpuTiles {
     static_assert(sizeof config == 64);
     for (int tile = 0; tile < 8; ++tile) {
       config.row_bytes[tile] = kTileBytes;
-      config.rows[tile] = static_cast<std::uint8_t>(tile < kShortTiles ? short_rows : kTileRows);
+      config.rows[tile] = kTileRows;
     }
     asm volatile("ldtilecfg %0" : : "m"(config));
   }
@@ -50,25 +47,14 @@ struct CpuTiles {
   static void add_bytes() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
   }
-  // The same where the bytes of B are unsigned.
-  template <int Sum, int A, int B>
-  static void add_codes() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
-  }
-  // The same for bf16 by twos, in fp32. Subnormal numbers count as zero.
-  template <int Sum, int A, int B>
-  static void add_bf16() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(A), "i"(B));
-  }
 };
 
 // What these instructions do, for tests; what a CPU refuses ends the process.
 struct EmulatedTiles {
-  static void configure(int short_rows = kTileRows) {
-    check(!state().configured && short_rows >= 1 && short_rows <= kTileRows);
+  static void configure() {
+    check(!state().configured);
     state() = {};
     state().configured = true;
-    for (int tile = 0; tile < 8; ++tile) state().rows[tile] = tile < kShortTiles ? short_rows : kTileRows;
   }
   static void release() {
     check(state().configured);
@@ -83,39 +69,30 @@ struct EmulatedTiles {
   template <int T>
   static void load(const void* from, std::int64_t stride) {
     zero<T>();
-    for (int row = 0; row < state().rows[T]; ++row) {
+    for (int row = 0; row < kTileRows; ++row) {
       std::memcpy(state().tiles[T][row], static_cast<const char*>(from) + row * stride, kTileBytes);
     }
   }
   template <int T>
   static void store(void* to, std::int64_t stride) {
     check(state().configured);
-    for (int row = 0; row < state().rows[T]; ++row) {
+    for (int row = 0; row < kTileRows; ++row) {
       std::memcpy(static_cast<char*>(to) + row * stride, state().tiles[T][row], kTileBytes);
     }
   }
   template <int Sum, int A, int B>
   static void add_bytes() {
-    add_integers<Sum, A, B>([](std::uint8_t b) { return static_cast<std::int8_t>(b); });
-  }
-  template <int Sum, int A, int B>
-  static void add_codes() {
-    add_integers<Sum, A, B>([](std::uint8_t b) { return b; });
-  }
-  template <int Sum, int A, int B>
-  static void add_bf16() {
-    check_shapes<Sum, A, B>();
-    for (int m = 0; m < state().rows[Sum]; ++m) {
+    static_assert(Sum != A && A != B && Sum != B);
+    check(state().configured);
+    for (int m = 0; m < kTileRows; ++m) {
       for (int n = 0; n < 16; ++n) {
-        float of[2] = {};  // even and odd channels, each with one rounding a product
-        for (int k = 0; k < 32; ++k) {
-          const float a = bf16(state().tiles[A][m] + 2 * k), b = bf16(state().tiles[B][k / 2] + 4 * n + 2 * (k % 2));
-          of[k % 2] = normal(std::fma(a, b, of[k % 2]));
-        }
-        float sum;
+        std::int32_t sum;
         std::uint8_t* at = state().tiles[Sum][m] + 4 * n;
         std::memcpy(&sum, at, 4);
-        sum = normal(normal(sum) + normal(of[0] + of[1]));
+        for (int k = 0; k < 64; ++k) {
+          sum += static_cast<std::int8_t>(state().tiles[A][m][k]) *
+                 static_cast<std::int8_t>(state().tiles[B][k / 4][4 * n + k % 4]);
+        }
         std::memcpy(at, &sum, 4);
       }
     }
@@ -124,7 +101,6 @@ struct EmulatedTiles {
  private:
   struct State {
     bool configured = false;
-    int rows[8] = {};
     std::uint8_t tiles[8][kTileRows][kTileBytes] = {};
   };
   static State& state() {
@@ -133,35 +109,6 @@ struct EmulatedTiles {
   }
   static void check(bool good) {
     if (!good) std::abort();
-  }
-  template <int Sum, int A, int B>
-  static void check_shapes() {
-    static_assert(Sum != A && A != B && Sum != B);
-    check(state().configured && state().rows[Sum] == state().rows[A] && state().rows[B] == kTileBytes / 4);
-  }
-  template <int Sum, int A, int B, class Byte>
-  static void add_integers(Byte byte) {
-    check_shapes<Sum, A, B>();
-    for (int m = 0; m < state().rows[Sum]; ++m) {
-      for (int n = 0; n < 16; ++n) {
-        std::int32_t sum;
-        std::uint8_t* at = state().tiles[Sum][m] + 4 * n;
-        std::memcpy(&sum, at, 4);
-        for (int k = 0; k < 64; ++k) {
-          sum += static_cast<std::int8_t>(state().tiles[A][m][k]) * byte(state().tiles[B][k / 4][4 * n + k % 4]);
-        }
-        std::memcpy(at, &sum, 4);
-      }
-    }
-  }
-  static float normal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-  static float bf16(const void* at) {
-    std::uint16_t half;
-    std::memcpy(&half, at, sizeof half);
-    const std::uint32_t bits = std::uint32_t{half} << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return normal(value);
   }
 };
 

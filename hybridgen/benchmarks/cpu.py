@@ -23,6 +23,7 @@ from hybridgen import _C
 from hybridgen.benchmarks.rows import Progress, Row, Scanner, cores_for, rate
 from hybridgen.kv_cache.quantize import SKETCH_BLOCK, key_mean, make_sketch, quantize_int8, sketch_bytes
 from hybridgen.offload.host_memory import HostSlab, padded_bytes
+from hybridgen.selection.host_logits import LINK_TOKENS
 
 KEY_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8", "int4": "int4", "int2": "int2"}
 _TORCH_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -52,6 +53,11 @@ class Shape:
     def rows(self) -> int:
         """Tokens that one scan scores, of each KV head."""
         return self.tokens if self.listed is None else max(1, int(self.listed * self.tokens))
+
+    @property
+    def logits(self) -> int:
+        """Of a query head: the room that the engine has for so many rows."""
+        return -(-self.rows // LINK_TOKENS) * LINK_TOKENS
 
     def within(self, size_bytes: int) -> Shape:
         """With fewer tokens, if its float32 keys are larger than this (tests)."""
@@ -101,6 +107,10 @@ class Case:
         self.scans_a_layer = 1 if lists is None or self.bits is not None else len(lists)
         self.layers = math.ceil(walk_bytes / self._read_of_a_layer())
 
+    def written_bytes(self, in_half: bool) -> float:
+        """Logits of one scan."""
+        return self.shape.heads * self.shape.rows * (2 + 4 / LINK_TOKENS if in_half else 4)
+
     def _read_of_a_layer(self) -> int:
         """Bytes of one layer that a walk reads, without int8's scales."""
         if self.lists is None:
@@ -124,22 +134,24 @@ class Case:
 
     def jobs(self, pool: KeyPool, layers: int | None = None) -> Iterator[dict[str, Any]]:
         """A walk: every layer once, or once for each list; layers: how many of them (default all)."""
-        shape, out = self.shape, itertools.cycle(pool.logits)
+        shape, out = self.shape, itertools.cycle(zip(pool.logits, pool.maxima, strict=True))
         for turn, layer in itertools.product(range(self.scans_a_layer), range(layers or self.layers)):
-            keys = self.keys(pool, layer)
+            keys, (logits, maxima) = self.keys(pool, layer), next(out)
             job: dict[str, Any] = {
                 "query": pool.query.data_ptr(),
                 "keys": keys.data_ptr(),
-                "out": next(out).data_ptr(),
+                "out": logits.data_ptr(),
                 "key_type": KEY_TYPES[self.key_type],
                 "num_heads": shape.heads,
                 "num_kv_heads": shape.kv_heads,
                 "head_dim": DIM,
                 "lengths": [shape.rows],
                 "key_strides": (keys.numel(), *keys.stride()[:2]),
-                "out_strides": (shape.heads * shape.rows, shape.rows),
+                "out_strides": (shape.heads * shape.logits, shape.logits),
                 "scale": 1.0,
             }
+            if maxima is not None:
+                job |= {"maxima": maxima.data_ptr(), "maxima_stride": shape.logits // LINK_TOKENS}
             if self.key_type not in ("fp32", "fp16", "bf16"):
                 job["key_mean"] = pool.mean.data_ptr()
             if self.key_type == "int8":
@@ -153,13 +165,14 @@ class Case:
 class KeyPool:
     """The host memory that every case uses in turn: keys of one type at a time."""
 
-    def __init__(self, cases: Sequence[Case], least_bytes: int = 0) -> None:
+    def __init__(self, cases: Sequence[Case], least_bytes: int = 0, in_half: bool = False) -> None:
+        """in_half: logits are written as for a GPU, in fp16 below the maxima of blocks."""
         size = max([least_bytes, *(case.layers * case.layer_bytes for case in cases)])
         size = -(-size // _READ_CHUNK_BYTES) * _READ_CHUNK_BYTES
         int8 = [case for case in cases if case.key_type == "int8"]
         tokens = max((case.layers * case.shape.kv_heads * case.shape.tokens for case in int8), default=1)
         heads = max((case.shape.heads for case in cases), default=1)
-        logits = max((case.shape.heads * case.shape.rows for case in cases), default=1)
+        logits = max((case.shape.heads * case.shape.logits for case in cases), default=LINK_TOKENS)
         generator = torch.Generator().manual_seed(0)
         slab = HostSlab(size + padded_bytes((tokens,), torch.float32), torch.device("cpu"))
         self.keys = slab.take((size,), torch.uint8).tensor
@@ -167,7 +180,9 @@ class KeyPool:
         self.mean = torch.randn(heads, DIM, generator=generator)
         self.query = torch.randn(heads, DIM, generator=generator)
         # The engine has two scans in flight: logits are written to where the last but one wrote them.
-        self.logits = [torch.zeros(logits) for _ in range(2)]
+        self.in_half = in_half
+        self.logits = [torch.zeros(logits, dtype=torch.float16 if in_half else torch.float32) for _ in range(2)]
+        self.maxima = [torch.zeros(logits // LINK_TOKENS) if in_half else None for _ in range(2)]
         self._random = torch.randn(1, 1, _TILE_TOKENS, DIM, generator=generator)
 
     def fill(self, key_type: str) -> None:
@@ -293,8 +308,10 @@ def measure_scan(
         beside = statistics.median(rate(walk) / 1e9 / most for walk, most in zip(walks, around, strict=True))
     moved = statistics.mean(span.moved_bytes for span in walks[0])
     kernel = "scan" if case.lists is None else "scan_rows"
-    shape = case.shape.name
-    return Row(kernel, case.key_type, shape, threads, scanner.isa, moved / gbps / 1e6, gbps, fraction_beside=beside)
+    return Row(
+        kernel, case.key_type, case.shape.name, threads, scanner.isa, moved / gbps / 1e6, gbps, fraction_beside=beside,
+        written_per_read=case.written_bytes(pool.in_half) / moved,
+    )  # fmt: skip
 
 
 def torch_ways(case: Case) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

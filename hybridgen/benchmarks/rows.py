@@ -20,7 +20,8 @@ class Row:
 
     Null: what has no key type or threads; torch_gbps where torch has no way of the same; fraction_of_ceiling where
     no ceiling was measured. fraction_beside: of the rate of the best read loop between the same walks, the median: a
-    neighbour who takes a part of the bandwidth takes it from both. Null where none was measured.
+    neighbour who takes a part of the bandwidth takes it from both. Null where none was measured. written_per_read: of a
+    scan, bytes of logits for a byte of its input; they cross the memory's bus, too.
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Row:
     fraction_of_ceiling: float | None = None
     fraction_beside: float | None = None
     torch_gbps: float | None = None
+    written_per_read: float | None = None
 
 
 class Span(NamedTuple):

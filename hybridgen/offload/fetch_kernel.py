@@ -36,14 +36,17 @@ def _fetch_rows(
         source = (head.to(tl.int64) * host_rows + row)[:, None] * DIM + channel[None, :]
         target = index.to(tl.int64)[:, None] * DIM + channel[None, :]
         mask = wanted[:, None] & (channel < DIM)[None, :]
+        # All that a turn fetches is under way before any of it is waited for: beside a scan, the host's memory takes long.
         fetched = tl.load(first + source, mask=mask)
+        if BOTH:
+            beside = tl.load(second + source, mask=mask)
         if CODED:
             scale = tl.load(scales + head.to(tl.int64) * host_rows + row, mask=wanted, other=0.0)
             shift = tl.load(mean + head[:, None] * DIM + channel[None, :], mask=mask, other=0.0)
             fetched = fetched.to(tl.float32) * scale[:, None] + shift
         tl.store(out_first + target, fetched, mask=mask)
         if BOTH:
-            tl.store(out_second + target, tl.load(second + source, mask=mask), mask=mask)
+            tl.store(out_second + target, beside, mask=mask)
 
 
 def fetch_rows(

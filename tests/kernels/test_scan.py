@@ -16,7 +16,7 @@ def run(case: ScanCase, isa: str, threads: int = 1) -> None:
         assert worker.jobs_by_isa == {name: int(name == isa) for name in ISAS}
     finally:
         worker.close()
-    case.check(isa)
+    case.check()
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])

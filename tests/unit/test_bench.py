@@ -17,6 +17,7 @@ from hybridgen.benchmarks.rows import Row, Scanner, Span, rate, rates_together
 from hybridgen.errors import ConfigError
 from hybridgen.kv_cache.quantize import dequantize_int8, read_sketch
 from hybridgen.machine import read_ceilings, this_cores
+from hybridgen.selection.host_logits import HostLogits
 
 WALK_BYTES = 8 << 20
 
@@ -41,7 +42,7 @@ def test_rows_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     rows = [Row(**row) for row in report["rows"]]  # type: ignore[attr-defined]
     assert set(report["rows"][0]) == {  # type: ignore[index]
         "kernel", "key_type", "shape", "threads", "isa", "ms", "gbps", "fraction_of_ceiling", "fraction_beside",
-        "torch_gbps",
+        "torch_gbps", "written_per_read",
     }  # fmt: skip
     counts = cpu.thread_counts(this_cores(), quick=True)
     names = [shape.name for shape in cpu.SHAPES]
@@ -53,6 +54,11 @@ def test_rows_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(row.ms > 0 and row.gbps > 0 for row in rows)
     for row in scans:
         assert (row.torch_gbps is not None) == (row.key_type in ("fp32", "fp16", "bf16"))
+    written = {row.key_type: row.written_per_read for row in scans if row.shape == names[1]}
+    assert report["logits"] == "fp32" and written["fp16"] == 4 * 4 / 256  # four queries a KV head of 128 channels
+    halves = [Row(**row) for row in run(tmp_path, "--logits", "fp16")["rows"]]  # type: ignore[attr-defined]
+    written = {row.key_type: row.written_per_read for row in halves if row.shape == names[1]}
+    assert written["fp16"] == 4 * (2 + 4 / 256) / 256
     # The best read is the ceiling, and every fraction is of it.
     ceiling = max(row.gbps for row in rows if row.kernel == "read")
     assert report["ceiling"]["gbps"] == ceiling  # type: ignore[index]
@@ -120,11 +126,12 @@ def test_no_gpu_no_link(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("key_type", list(cpu.KEY_TYPES))
 @pytest.mark.parametrize("index", range(3))
-def test_what_is_scanned(key_type: str, index: int) -> None:
+@pytest.mark.parametrize("in_half", [False, True])
+def test_what_is_scanned(key_type: str, index: int, in_half: bool) -> None:
     """Every scan of a walk reads its own layer (and list), within the pool."""
     shape = cpu.SHAPES[index]
     case = cpu.Case(shape, cpu.row_lists(shape), key_type, WALK_BYTES)
-    pool = cpu.KeyPool([case])
+    pool = cpu.KeyPool([case], in_half=in_half)
     pool.fill(key_type)
     assert case.layers * case.layer_bytes <= pool.keys.numel()
     jobs = list(case.jobs(pool))
@@ -151,9 +158,14 @@ def test_what_is_scanned(key_type: str, index: int) -> None:
         keys = keys.gather(1, rows)
     query = pool.query[: shape.heads].view(shape.kv_heads, group, cpu.DIM)
     expected = query @ keys.transpose(1, 2)
-    found = pool.logits[(len(jobs) - 1) % 2][: expected.numel()].view(shape.kv_heads, group, shape.rows)
+    written, maxima = pool.logits[(len(jobs) - 1) % 2], pool.maxima[(len(jobs) - 1) % 2]
+    written = written[: shape.heads * shape.logits].view(1, shape.heads, -1)[:, :, : shape.rows]
+    if maxima is not None:
+        maxima = maxima[: shape.heads * shape.logits // 256].view(1, shape.heads, -1)
+    found = HostLogits(written, maxima).float().view(shape.kv_heads, group, shape.rows)
     exactly = case.bits is None
-    torch.testing.assert_close(found, expected, rtol=1e-3 if exactly else 0.1, atol=1e-2 if exactly else 1.0)
+    nearly = (0.1 if in_half else 0.01) if exactly else 1.0
+    torch.testing.assert_close(found, expected, rtol=1e-3 if exactly else 0.1, atol=nearly)
     for way in cpu.torch_ways(case).values():
         scored = way(cpu.torch_query(case, pool), cpu.torch_keys(case, pool, last, case.scans_a_layer - 1))
         torch.testing.assert_close(scored.float(), expected, rtol=0.05, atol=0.5)
