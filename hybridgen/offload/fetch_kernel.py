@@ -2,6 +2,10 @@
 
 A small persistent grid: a few dozen warps keep PCIe full, and leave the other multiprocessors to the layer
 that runs beside the fetch (measured: a block per few rows starves it).
+
+How much of it is asked for at once was measured, too, beside a scan. Rows of float16 keys and their values keep PCIe
+full in turn; with more under way only those wait who read logits over it meanwhile. Codes and their scales are short:
+they are asked for along with the values, and in longer turns.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,7 +19,7 @@ from hybridgen.selection.launch_kernel import launch, next_power_of_2
 
 BLOCKS = 32
 WARPS = 8
-ROWS_A_TURN = 32
+ROWS_A_TURN, CODED_ROWS_A_TURN = 32, 64
 
 
 # The rows kept change as the run goes on, and must not have the kernel compiled anew: no number is specialised on.
@@ -36,16 +40,16 @@ def _fetch_rows(
         source = (head.to(tl.int64) * host_rows + row)[:, None] * DIM + channel[None, :]
         target = index.to(tl.int64)[:, None] * DIM + channel[None, :]
         mask = wanted[:, None] & (channel < DIM)[None, :]
-        # All that a turn fetches is under way before any of it is waited for: beside a scan, the host's memory takes long.
         fetched = tl.load(first + source, mask=mask)
-        if BOTH:
-            beside = tl.load(second + source, mask=mask)
         if CODED:
+            beside = tl.load(second + source, mask=mask)
             scale = tl.load(scales + head.to(tl.int64) * host_rows + row, mask=wanted, other=0.0)
             shift = tl.load(mean + head[:, None] * DIM + channel[None, :], mask=mask, other=0.0)
             fetched = fetched.to(tl.float32) * scale[:, None] + shift
         tl.store(out_first + target, fetched, mask=mask)
         if BOTH:
+            if not CODED:
+                beside = tl.load(second + source, mask=mask)
             tl.store(out_second + target, beside, mask=mask)
 
 
@@ -66,10 +70,11 @@ def fetch_rows(
     if rows.shape[2] == 0:
         return
     scales, mean = coding or (sources[0], sources[0])
+    turn = ROWS_A_TURN if coding is None else CODED_ROWS_A_TURN
     launch(
         _fetch_rows, (BLOCKS, 1),
         (sources[0], sources[-1], rows, counts, targets[0], targets[-1], scales, mean),
         (host_rows, rows.shape[2], batch * heads),
-        (len(sources) == 2, coding is not None, dim, next_power_of_2(dim), ROWS_A_TURN, BLOCKS),
+        (len(sources) == 2, coding is not None, dim, next_power_of_2(dim), turn, BLOCKS),
         WARPS,
     )  # fmt: skip
