@@ -9,7 +9,7 @@ them says how much boxes differ, and the rest is for judging the model (its form
 Rates: a decode row that has how fast keys were read before and after it is predicted by that, overall_speedup.json by
 those of its own box, which `hybridgen.bench link` measured in the same call, other rows, of several boxes, by one file:
 boxes of this kind differ by a tenth and more in what their memory gives (aoc of the same code took 206 and 223 ms).
-Left out are rows by a schedule that changes plans.
+Left out are rows by a schedule that changes plans, and a measurement that stood in a file before.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent / "results"
 SPEED = (
     HERE / "compare_opt13b_32k_h200.json", HERE / "decode_rows_h200.txt", HERE / "overall_speedup.json",
+    HERE / "length_scaling.json", HERE / "ablations.json",
 )  # fmt: skip
 HARDWARE, OWN_RATES = "h200-16-cores", {"overall_speedup.json": HERE / "overall_speedup_box.json"}
 WITHIN = 0.15  # asked for on what was not fitted
@@ -69,6 +70,8 @@ FITTED = {
     ("overall_speedup.json", "llama-3.1-8b: hybridgen"): "CHAIN_S",
     ("overall_speedup.json", "llama-3.1-8b: hybridgen-int8"): "CHAIN_S",
     ("overall_speedup.json", "llama-3.1-8b: hybridgen-int2"): "CHAIN_S",
+    ("length_scaling.json", "qwen2.5-7b: aog"): "STREAM_S",
+    ("length_scaling.json", "qwen2.5-7b: hybridgen-int2-gpu"): "FETCH_S: of the link, not beside it",
 }
 
 
@@ -86,12 +89,14 @@ def points(arguments: argparse.Namespace) -> list[Point]:
         for row in read_rows(file)
         if (file.name, row.label) in FITTED
     }
-    found = []
+    found, seen = [], set()
     for file in arguments.speed or SPEED:
         rates = arguments.hardware or OWN_RATES.get(file.name, HARDWARE)
         load_hardware(str(rates))  # an error comes early
         for index, row in enumerate(read_rows(file)):
-            if row.config.schedule.mode == "fixed":
+            measurement = row.label, row.tokens, row.ms
+            if row.config.schedule.mode == "fixed" and measurement not in seen:
+                seen.add(measurement)
                 constants = FITTED.get((file.name, row.label))
                 if constants is None and _identity(row) in fitted:
                     constants = f"(as one for {fitted[_identity(row)]})"

@@ -52,7 +52,7 @@ STEP_S = 0.7e-3  # drawing, reading the token, and what the host does before the
 # Of one layer, in seconds, beside what its bytes take:
 ROTATED_S = 30e-6  # small kernels of a layer with RoPE: norms without a bias and rotations are several each
 CHOICE_S = 130e-6  # predicting, scoring, choosing: small kernels, one after another ...
-CHOICE_S_PER_SCORE = 28e-12  # ... which look at each query head's score of each row several times
+CHOICE_S_PER_SCORE = 40e-12  # ... which look at each query head's score of each row several times
 PARTIAL_S_PER_ROW = 0.29e-9  # InfiniGen's scores: products of rows of a few columns, far from the memory's rate
 # `logits`: choice and attention are torch operations that the host launches one by one, and the GPU waits for it.
 LAUNCHES_S = 3.4e-3
@@ -65,7 +65,8 @@ GROUPED_S_PER_SCORE = {"streaming_llm": 0.27e-9, "snapkv": 0.27e-9, "h2o": 0.125
 HAND_OVER_S = 250e-6  # the CPU's part of a layer: a query goes, scores come, and the next query
 CHAIN_S = 350e-6  # and more of two layers under way, where no resource is busy all the time; boxes differ in it
 ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
-FETCH_S = 80e-6  # rows that the GPU alone chose: kernels of the fetch, not hidden
+FETCH_S = 80e-6  # of the link, where rows are fetched that the GPU alone chose: kernels of the fetch
+STREAM_S = 40e-6  # likewise where all K and V are copied
 # How much longer a scan takes for each further query of a KV head: arithmetic (`hybridgen.bench cpu`, one and four).
 SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
 ATTENDS_SLOWER_BY_QUERY = 0.17  # where it attends; of a decode step
@@ -259,9 +260,11 @@ class _Job:
         gpu += (self._bookkeeping(layer, mode, rows) + ROTATED_S * (layer.rope is not None)) * self.micro_batches
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
         link = on_dma / hardware.h2d + (moved.h2d - on_dma) / hardware.zero_copy
+        if moved.link_read and not moved.cpu_read:
+            link += STREAM_S if mode == "streamed" else FETCH_S
         cpu = moved.cpu_read / self._scan_rate(layer, mode)
         dram = (moved.cpu_read + 2 * moved.h2d - moved.link_read + moved.d2h) / hardware.host_dram
-        own = FETCH_S if mode in ("select", "lookahead", "evicting") and moved.link_read else 0.0
+        own = 0.0
         if moved.cpu_read:
             own = ATTEND_HAND_OVER_S if mode == "on_cpu" else HAND_OVER_S
         return (
