@@ -10,7 +10,7 @@ the largest of compute and transfers, too. Where a layer waits for its own trans
   on_cpu, n micro-batches staggered:               the largest of GPU, link and CPU, or all of them / n
   lookahead, where the CPU scores:                 no less than (scan + link + GPU + what handing over takes) / 2:
                                                    two layers are under way, and each waits for its own; three
-                                                   with lookahead_layers 2 (not measured yet)
+                                                   with lookahead_layers 2
 
 FlexGen's T = L * Tpre + L * (n - 1) * Tgen is `Prediction.total_s`; layers need not be alike, so Tpre and Tgen are
 already summed up. Weights that are streamed come once a step for all micro-batches; the GPU reads all of them from its
@@ -67,7 +67,7 @@ CHAIN_S = 350e-6  # and more of two layers under way, where no resource is busy 
 ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
 FETCH_S = 80e-6  # of the link, where rows are fetched that the GPU alone chose: kernels of the fetch
 STREAM_S = 40e-6  # likewise where all K and V are copied
-# How much longer a scan takes for each further query of a KV head: arithmetic (`hybridgen.bench cpu`, one and four).
+# How much longer a scan takes for each further query of a KV head, whose logits it writes (`hybridgen.bench cpu`).
 SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
 ATTENDS_SLOWER_BY_QUERY = 0.17  # where it attends; of a decode step
 
