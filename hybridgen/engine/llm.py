@@ -257,10 +257,11 @@ class LLM:
         attention = self.config.attention
         if attention.predictor == "delta" and predicted:
             batch.remember_changes(self.spec.num_layers, self.spec.hidden_size, self.dtype)
-        batch.predict_by(self._query_maps)
         if fits_to_prompts(self.config) and predicted:
             fitted = PromptMaps(self.model, predicted, attention.lookahead_layers)
             batch.predict_by(fitted.maps, fitted)
+        else:
+            batch.predict_by(self._query_maps)
         return batch
 
     def prefill(
