@@ -50,7 +50,6 @@ HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     "hybridgen, calibrated": {"attention.predictor": FITTED},
     "hybridgen, logits, calibrated": {"attention.lookahead": "logits", "attention.predictor": FITTED},
     "hybridgen, fitted to the prompt": {"attention.predictor": "prompt"},
-    "hybridgen, delta": {"attention.predictor": "delta"},
     "infinigen": {"selection.alpha": None},  # as many as the budget lets it have
     "infinigen, alpha 5": {"selection.alpha": 5.0},  # published, for models with RoPE: keeps less than its budget
 }
