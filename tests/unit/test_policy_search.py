@@ -17,6 +17,7 @@ from hybridgen.evaluation.machine_model import (
     HAND_OVER_S,
     ROTATED_S,
     STEP_S,
+    STREAM_S,
     Load,
     Spread,
     one_after_another,
@@ -85,7 +86,7 @@ def test_a_step_by_hand() -> None:
     head = 49152 * 576 * 2
     local = 30 * (context - rows) * 2 * 3 * 64 * 2
     aog = predict(CHOICE, CONFIGS["gpu"], modes_of(0, LAYERS, "gpu"), PROMPT, GEN, MACHINE)
-    assert aog.step.h2d == pytest.approx(kv / 10e9) and aog.step.cpu == 0
+    assert aog.step.h2d == pytest.approx(kv / 10e9 + 30 * STREAM_S) and aog.step.cpu == 0
     small = 30 * ROTATED_S
     assert aog.step.gpu == pytest.approx((weights + head + kv + local) / 750e9 + small)
     assert aog.step.dram == pytest.approx((kv + 30 * 2 * 3 * 64 * 2) / 40e9), "read for the link, and a new token's row"
