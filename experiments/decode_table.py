@@ -119,7 +119,7 @@ def run(row: Row, out: Path, memory: HostMemory) -> str:
     path = path_of(row, out)
     if path.exists():
         return "done before"
-    before = memory.rates()
+    before, (free, total) = memory.rates(), torch.cuda.mem_get_info()
     command = [
         sys.executable, "-m", "hybridgen.run", *row.flags, "--weights", "random", "--gen", "40", "--schedule", "fixed",
         "--report", str(path),
@@ -128,7 +128,8 @@ def run(row: Row, out: Path, memory: HostMemory) -> str:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         return f"FAILED ({done.returncode}): {done.stderr[-500:]}"
-    beside_of(path).write_text(json.dumps({"before": before, "after": memory.rates()}, indent=1), encoding="utf-8")
+    found = {"before": before, "after": memory.rates(), "held_bytes": total - free}
+    beside_of(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
     return f"{time.perf_counter() - start:.0f} s"
 
 
@@ -137,7 +138,7 @@ def beside_of(path: Path) -> Path:
     return path.with_suffix(".rates")
 
 
-def limit_of(report: dict[str, Any], rates: dict[str, dict[str, float]] | None) -> dict[str, float]:
+def limit_of(report: dict[str, Any], rates: dict[str, Any] | None) -> dict[str, float]:
     """By resource, in ms; those of the host's memory by the means of its rates before and after, if they are known."""
     found = {name: value for name, value in (report["limit_ms"] or {}).items() if name != "limit" and value is not None}
     if rates is not None:
@@ -169,8 +170,10 @@ def table(out: Path) -> str:
     return "\n".join(lines)
 
 
-def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] | None) -> str:
+def _line(row: Row, report: dict[str, Any], rates: dict[str, Any] | None) -> str:
     spent, resources, idle = report["decode_ms_per_token"], limit_of(report, rates), report["gpu_idle_fraction"]
+    # A report counts what others hold on the GPU, too: here, this process, which looks at the host's memory.
+    peak = (report["peak_gpu_bytes"] or 0) - (rates or {}).get("held_bytes", 0)
     by = max(resources, key=lambda name: resources[name], default="-")
     limit = resources.get(by)
 
@@ -184,7 +187,7 @@ def _line(row: Row, report: dict[str, Any], rates: dict[str, dict[str, float]] |
         f"{row.name:<44} {spent['median']:>7.1f} {spent['p90']:>7.1f} {number(limit, 1):>7} "
         f"{number(limit and spent['median'] / limit, 2):>6} {by:>5} {number(idle and idle['total'], 2):>5} "
         f"{number(idle and idle['launch_gap'], 2):>5} {number(report['kept_fraction'], 3):>6} "
-        f"{number(report['budget'], 3):>6} {number((report['peak_gpu_bytes'] or 0) / 2**30, 1):>6} "
+        f"{number(report['budget'], 3):>6} {number(peak / 2**30, 1):>6} "
         f"{report['prefill_s']:>9.2f} {around('scan'):>9} {around('together'):>9}"
     )
 

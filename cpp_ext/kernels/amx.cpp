@@ -1,6 +1,6 @@
 // AMX, for int8 keys of grouped queries: a product of 16 rows of keys with all query heads of a group is one instruction,
-// so that four heads cost little more arithmetic than one. All else is avx512_vnni.cpp's: one query head gains nothing,
-// and where keys or codes have to be unpacked for the tiles first, VNNI was faster (measured: experiments/RESULTS.md).
+// so that four heads cost little more arithmetic than one. All else is avx512_vnni.cpp's: one query head gains nothing, and
+// for other types, most of which have to be unpacked for the tiles, it was faster (measured: experiments/RESULTS.md).
 //
 // Keys are the rows of tile A as they lie in memory; tile B has a query head's number in a column, in the two bytes of
 // int8_query512.h, whose products add up to VNNI's sums.

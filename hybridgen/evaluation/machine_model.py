@@ -67,7 +67,7 @@ CHAIN_S = 350e-6  # and more of two layers under way, where no resource is busy 
 ATTEND_HAND_OVER_S = 40e-6  # likewise where it attends, by signals alone
 FETCH_S = 80e-6  # of the link, where rows are fetched that the GPU alone chose: kernels of the fetch
 STREAM_S = 40e-6  # likewise where all K and V are copied
-# How much longer a scan takes for each further query of a KV head, whose logits it writes (`hybridgen.bench cpu`).
+# How much longer a scan takes for each further query of a KV head, whose logits it writes (`bench cpu`, float32).
 SLOWER_BY_QUERY = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.06, "int4": 0.07, "int2": 0.12}
 ATTENDS_SLOWER_BY_QUERY = 0.17  # where it attends; of a decode step
 
@@ -261,7 +261,7 @@ class _Job:
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
         link = on_dma / hardware.h2d + (moved.h2d - on_dma) / hardware.zero_copy
         if moved.link_read and not moved.cpu_read:
-            link += STREAM_S if mode == "streamed" else FETCH_S
+            link += (STREAM_S if mode == "streamed" else FETCH_S) * self.micro_batches
         cpu = moved.cpu_read / self._scan_rate(layer, mode)
         dram = (moved.cpu_read + 2 * moved.h2d - moved.link_read + moved.d2h) / hardware.host_dram
         own = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from machine_model_check import FITTED, SPEED, WITHIN, error_of, measure, points, summary
 
-# As experiments/README.md says: short layers, where it counts how fast the host hands over; a box whose memory slowed.
+# experiments/README.md has what is known of the reasons.
 MISSED = {
     "overall_speedup: qwen2.5-7b: hybridgen", "overall_speedup: qwen2.5-7b: keyformer-host",
     "length_scaling: llama-3.1-8b: hybridgen-int8", "length_scaling: llama-3.1-8b: hybridgen-int2",
