@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ SPEED = (
 )  # fmt: skip
 HARDWARE, OWN_RATES = "h200-16-cores", {"overall_speedup.json": HERE / "overall_speedup_box.json"}
 WITHIN = 0.15  # asked for on what was not fitted
-# (file, row) -> the constants of machine_model.py that it says something of; of length_scaling.json, with 8k tokens.
+# (file, row) -> the constants of machine_model.py that it says something of.
 FITTED = {
     ("compare_opt13b_32k_h200.json", "full"): "GPU_MEMORY_REACHED",
     ("compare_opt13b_32k_h200.json", "hybridgen"): "HAND_OVER_S",
@@ -73,13 +73,6 @@ FITTED = {
     ("length_scaling.json", "qwen2.5-7b: aog"): "STREAM_S",
     ("length_scaling.json", "qwen2.5-7b: hybridgen-int2-gpu"): "FETCH_S: of the link, not beside it",
 }
-SHORT = 8192  # tokens
-
-
-def _fitted(file: Path, row: SpeedRow) -> str | None:
-    if file.name == "length_scaling.json" and row.tokens != SHORT:
-        return None
-    return FITTED.get((file.name, row.label))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,27 +84,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def points(arguments: argparse.Namespace) -> list[Point]:
     """One a measured row with a fixed schedule."""
     fitted = {
-        _identity(row): constants
-        for file in SPEED
-        for row in read_rows(file)
-        if (constants := _fitted(file, row)) is not None
+        _identity(row): FITTED[file.name, row.label]
+        for file, _, row in _measurements(SPEED)
+        if (file.name, row.label) in FITTED
     }
-    found, seen = [], set()
-    for file in arguments.speed or SPEED:
-        rates = arguments.hardware or OWN_RATES.get(file.name, HARDWARE)
-        load_hardware(str(rates))  # an error comes early
+    files = arguments.speed or SPEED
+    known = {file: str(arguments.hardware or OWN_RATES.get(file.name, HARDWARE)) for file in files}
+    for rates in known.values():
+        load_hardware(rates)  # an error comes early
+    found = []
+    for file, index, row in _measurements(files):
+        rates, constants = known[file], fitted.get(_identity(row))
+        if constants is not None and (file.name, row.label) not in FITTED:
+            constants = f"(as one for {constants})"
+        settings = {"file": file.name, "row": row.label, "index": index, "file_sha256": fingerprint(file)}
+        settings |= {"hardware": Path(rates).stem, "model": row.config.model.name, "tokens": row.tokens}
+        settings["fitted"] = constants
+        found.append(Point(f"{file.stem}: {row.label}", settings, {"row": row, "hardware": rates}))
+    return found
+
+
+def _measurements(files: Sequence[Path]) -> Iterator[tuple[Path, int, SpeedRow]]:
+    """Rows with a fixed schedule, by their number in a file; what stands in several files counts in the first."""
+    seen = set()
+    for file in files:
         for index, row in enumerate(read_rows(file)):
             measurement = row.label, row.tokens, row.ms
             if row.config.schedule.mode == "fixed" and measurement not in seen:
                 seen.add(measurement)
-                constants = _fitted(file, row)
-                if constants is None and _identity(row) in fitted:
-                    constants = f"(as one for {fitted[_identity(row)]})"
-                settings = {"file": file.name, "row": row.label, "index": index, "file_sha256": fingerprint(file)}
-                settings |= {"hardware": Path(rates).stem, "model": row.config.model.name, "tokens": row.tokens}
-                settings["fitted"] = constants
-                found.append(Point(f"{file.stem}: {row.label}", settings, {"row": row, "hardware": str(rates)}))
-    return found
+                yield file, index, row
 
 
 def _identity(row: SpeedRow) -> tuple[object, ...]:
@@ -128,7 +129,7 @@ def _identity(row: SpeedRow) -> tuple[object, ...]:
 def measure(point: Point) -> Result:
     """Predicted and measured ms a token; how long each resource is busy, by the model."""
     row: SpeedRow = point.local["row"]
-    hardware, config = _as_it_was(load_hardware(point.local["hardware"]), row), row.config
+    hardware, config = as_it_was(load_hardware(point.local["hardware"]), row), row.config
     choice = planned_choice(config)
     found = predict(choice, config, layer_modes(config, row.layers), row.tokens, config.run.gen, hardware)
     return {
@@ -141,7 +142,7 @@ def measure(point: Point) -> Result:
     }
 
 
-def _as_it_was(hardware: Hardware, row: SpeedRow) -> Hardware:
+def as_it_was(hardware: Hardware, row: SpeedRow) -> Hardware:
     """With the rates of the host's memory right before and after, where a row has them."""
     if row.scan_gbps is None:
         return hardware

@@ -104,8 +104,9 @@ class _Bench:
         if self.command == "link" and self.gpu is None:
             raise ConfigError("bench link needs a CUDA device, and there is none here")
         self.isas = _isas(arguments.isa) if self.command == "cpu" else [""]
-        asked = arguments.logits if self.command == "cpu" else None
-        self.logits: str = asked or ("fp32" if self.gpu is None else "fp16")
+        self.logits: str | None = None  # what scans write
+        if self.command == "cpu":
+            self.logits = arguments.logits or ("fp32" if self.gpu is None else "fp16")
         self.gib, self.note = _walk_gib(arguments.gib)
         self.started_s = time.perf_counter()
 
@@ -113,7 +114,7 @@ class _Bench:
         print(f"{info.cpu_info().model}, {self.cores} cores, {selected_isa()}; GPU: {self.gpu or 'none'}")
         if self.note:
             print(self.note)
-        if self.command == "cpu":
+        if self.logits is not None:
             print(f"scans write logits in {self.logits}")
         rows = self._cpu() if self.command == "cpu" else self._link()
         ceiling = read_ceiling(rows)
@@ -128,7 +129,7 @@ class _Bench:
             "walked_gib": self.gib,
             "note": self.note,
             "quick": self.quick,
-            "logits": self.logits if self.command == "cpu" else None,
+            "logits": self.logits,
             "seconds": round(seconds, 1),
             "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": current_commit(),

@@ -260,13 +260,13 @@ class _Job:
         gpu += (self._bookkeeping(layer, mode, rows) + ROTATED_S * (layer.rope is not None)) * self.micro_batches
         on_dma = moved.h2d if mode in ("streamed", "evicting") else 0.0
         link = on_dma / hardware.h2d + (moved.h2d - on_dma) / hardware.zero_copy
-        if moved.link_read and not moved.cpu_read:
-            link += (STREAM_S if mode == "streamed" else FETCH_S) * self.micro_batches
-        cpu = moved.cpu_read / self._scan_rate(layer, mode)
-        dram = (moved.cpu_read + 2 * moved.h2d - moved.link_read + moved.d2h) / hardware.host_dram
         own = 0.0
         if moved.cpu_read:
             own = ATTEND_HAND_OVER_S if mode == "on_cpu" else HAND_OVER_S
+        elif moved.link_read:
+            link += (STREAM_S if mode == "streamed" else FETCH_S) * self.micro_batches
+        cpu = moved.cpu_read / self._scan_rate(layer, mode)
+        dram = (moved.cpu_read + 2 * moved.h2d - moved.link_read + moved.d2h) / hardware.host_dram
         return (
             Load(gpu, link, moved.d2h / hardware.d2h, cpu, dram),
             self._background(elements, moved),
